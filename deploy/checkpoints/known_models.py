@@ -133,14 +133,14 @@ def _compressed(index: int, facts: dict[str, Any], share: RankShare) -> Sequence
     """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside
     latents: an index key for so many tokens."""
     if "pool" in facts:
-        pools = Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False)
-        return pools.layers(index)
+        return Compression(facts["pool"], facts["pooled_elems_per_entry"]).layers(index, share.item_bytes)
     if "compress" not in facts:
         return ()
     entry = facts["cached_elems_per_token"]
     index_key = facts["compressed_elems_per_entry"] - entry
-    compression = Compression(facts["compress"], index_key > 0, entry, index_key, share.item_bytes)
-    return compression.layers(index)
+    overlaps = index_key > 0
+    compression = Compression(facts["compress"], entry, index_key, overlaps=overlaps, is_beside_window=True)
+    return compression.layers(index, share.item_bytes)
 
 
 def _reach(kind: str, facts: dict[str, Any]) -> Reach:

@@ -2,7 +2,6 @@
 
     chosen = choose(Asked(queries, weights), keys, batch, most)     # once per layer that has an index
     chosen = choose_blocks(queries, keys, batch, rule)              # where tokens are chosen in blocks
-    chosen = choose_pooled(queries, keys, batch, rule)              # where blocks have one key each
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic. On a CPU tokens are chosen in C++
 (`cpu.py`), else, and blocks everywhere, in plain torch.
@@ -11,10 +10,10 @@
 from torch import Tensor
 
 from . import cpu, plain_torch
-from .plain_torch import choose_blocks, choose_pooled
-from .protocol import Asked, BlockRule, ChoiceBatch, PooledRule
+from .plain_torch import choose_blocks
+from .protocol import Asked, BlockRule, ChoiceBatch
 
-__all__ = ["Asked", "BlockRule", "ChoiceBatch", "PooledRule", "choose", "choose_blocks", "choose_pooled"]
+__all__ = ["Asked", "BlockRule", "ChoiceBatch", "choose", "choose_blocks"]
 
 
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .protocol import Asked, BlockRule, ChoiceBatch, PooledRule
+from .protocol import Asked, BlockRule, ChoiceBatch
 
 MOST_PRODUCTS = 1 << 23
 """Products of index heads with keys that are in memory at once: 32 MiB."""
@@ -45,19 +45,6 @@ def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: Blo
     return _tokens_of_best(scores_NIB, rule.most, rule.size, seen_N11)
 
 
-def choose_pooled(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: PooledRule) -> Tensor:
-    """Arguments and result as in `reference.py`."""
-    seen_N1 = batch.positions_N[:, None]
-    # The block that follows the whole ones is chosen in any case; there may be nothing in it.
-    blocks_B = torch.arange(batch.longest // rule.size + 1, device=keys_PBE.device)
-    scores_NB = keys_PBE.new_empty(len(q_NIE), len(blocks_B), dtype=torch.float32)
-    for start, products_NIB in _pooled_products(q_NIE, keys_PBE, batch, rule):
-        scores_NB[:, start : start + products_NIB.shape[2]] = products_NIB.relu_().sum(1)
-    whole_N1 = (seen_N1 + 1) // rule.size
-    scores_NB.masked_fill_(blocks_B > whole_N1, float("-inf")).masked_fill_(blocks_B == whole_N1, float("inf"))
-    return _tokens_of_best(scores_NB, rule.most + 1, rule.size, seen_N1)[:, : rule.most_tokens]
-
-
 def _tokens_of_best(scores: Tensor, most: int, size: int, seen: Tensor) -> Tensor:
     """[..,most * size]: positions of the tokens of the blocks that score highest, in order, and zeros behind them.
 
@@ -68,23 +55,6 @@ def _tokens_of_best(scores: Tensor, most: int, size: int, seen: Tensor) -> Tenso
     chosen = (first[..., None] + torch.arange(size, device=scores.device)).flatten(-2)
     chosen = chosen.masked_fill_(chosen > seen, 0)
     return F.pad(chosen, (0, most * size - chosen.shape[-1]))
-
-
-def _pooled_products(
-    q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: PooledRule
-) -> Iterator[tuple[int, Tensor]]:
-    """query · key [N,I,B] of tile after tile of the rows' whole blocks, and the first block of each tile."""
-    rows, (queries, heads, size) = len(batch.table_RP), q_NIE.shape
-    q_RME = q_NIE.float().reshape(rows, -1, size)
-    whole = batch.longest // rule.size
-    tile = max(1, MOST_PRODUCTS // (queries * heads + rows * rule.size * size))
-    for start in range(0, whole, tile):
-        firsts_B = torch.arange(start, min(start + tile, whole), device=keys_PBE.device) * rule.size
-        positions_L = (firsts_B[:, None] + torch.arange(rule.size, device=keys_PBE.device)).flatten()
-        pages_RL = batch.table_RP[:, positions_L // batch.block_tokens]
-        keys_RLE = keys_PBE[pages_RL, positions_L % batch.block_tokens].float()
-        keys_RBE = rule.key_of(keys_RLE.unflatten(1, (-1, rule.size)).mean(2), firsts_B).float()
-        yield start, (q_RME @ keys_RBE.mT).view(queries, heads, -1)
 
 
 def _products(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch) -> Iterator[tuple[int, Tensor]]:

@@ -3,15 +3,13 @@
     tokens    (DeepSeek-V3.2)   score of a token = sum over index heads of  weight * max(0, query · key)
     blocks    (MiniMax-M3)      score of a block = the highest  query · key  of its tokens that the query sees; each
                                 index head chooses for one head of keys; the query's own block is always chosen
-    pooled    (Qwen4-Exp)       score of a block = sum over index heads of  max(0, query · key of the block), which is
-                                made of the mean of its tokens' keys; a query chooses among blocks of which it sees all
-                                tokens, and attends to those behind the last such block, too
+
+Tokens that are scored may be pools of tokens with one key each (GLM-5.3, Qwen4-Exp).
 
 Suffixes: N queries    R rows of the block table, with N / R queries each    P pages of a row    I index heads
           E size of an index key    K chosen tokens of a query    L tokens of a row    B blocks of tokens
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,20 +29,6 @@ class BlockRule(NamedTuple):
     size: int  # tokens of a block
     most: int  # blocks that a query attends to
     near: int  # of them, so many are its own and those just before it, whatever their scores: one at least
-
-
-class PooledRule(NamedTuple):
-    """How blocks of tokens are chosen by one key for each."""
-
-    size: int  # tokens of a block
-    most: int  # blocks that a query chooses
-    key_of: Callable[[Tensor, Tensor], Tensor]
-    """(means of tokens' keys [R,B,E] float32, first positions of the blocks [B]) -> keys of the blocks [R,B,E]"""
-
-    @property
-    def most_tokens(self) -> int:
-        """That a query attends to."""
-        return self.most * self.size + self.size - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

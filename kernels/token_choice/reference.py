@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .protocol import Asked, BlockRule, ChoiceBatch, PooledRule
+from .protocol import Asked, BlockRule, ChoiceBatch
 
 
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
@@ -34,24 +34,6 @@ def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: Blo
             tokens = (best.sort().values[:, None] * rule.size + torch.arange(rule.size)).flatten()
             tokens = tokens[tokens <= position]
             chosen[n, head, : len(tokens)] = tokens
-    return chosen
-
-
-def choose_pooled(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: PooledRule) -> Tensor:
-    """[N,rule.most_tokens] int64: positions of the tokens of the chosen blocks and of those behind the last whole
-    block, in order; zeros behind them."""
-    each = len(batch.positions_N) // len(batch.table_RP)
-    chosen = torch.zeros(len(batch.positions_N), rule.most_tokens, dtype=torch.int64, device=keys_PBE.device)
-    for n, position in enumerate(batch.positions_N.tolist()):
-        whole = (position + 1) // rule.size
-        keys_LE = _seen(keys_PBE, batch, n // each, position)[: whole * rule.size]
-        firsts_B = torch.arange(whole, device=keys_PBE.device) * rule.size
-        keys_BE = rule.key_of(keys_LE.unflatten(0, (-1, rule.size)).mean(1)[None], firsts_B)[0].float()
-        scores_B = (q_NIE[n].float() @ keys_BE.T).relu().sum(0)
-        best = scores_B.sort(descending=True, stable=True).indices[: rule.most].sort().values
-        tokens = (best[:, None] * rule.size + torch.arange(rule.size)).flatten().tolist()
-        tokens += range(whole * rule.size, position + 1)
-        chosen[n, : len(tokens)] = torch.tensor(tokens)
     return chosen
 
 

@@ -241,9 +241,7 @@ LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
 def index_key_size(config: Any, index: int) -> int:
     """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen, or
     chooses by what several tokens have together."""
-    if config.model_type == "qwen4_exp_text" and _chooses(config, index):
-        return config.indexer_head_dim
-    return config.index_head_dim if _chooses(config, index) and not getattr(config, "index_kpool", None) else 0
+    return config.index_head_dim if _chooses(config, index) and _pools(config) is None else 0
 
 
 def _chooses(config: Any, index: int) -> bool:
@@ -252,6 +250,15 @@ def _chooses(config: Any, index: int) -> bool:
         return False
     indexers = getattr(config, "indexer_types", None)
     return indexers is None or indexers[index] == "full"
+
+
+def _pools(config: Any) -> "Compression | None":
+    """Of layers that choose by the keys of pools of tokens: the mean of what tokens give, or that by their weights."""
+    if config.model_type == "qwen4_exp_text":
+        return Compression(config.indexer_compress_ratio, config.indexer_head_dim, has_weights=False)
+    if getattr(config, "index_kpool", None):
+        return Compression(config.index_kpool, config.index_head_dim)
+    return None
 
 
 # -- entries of several tokens -----------------------------------------------------------------------------------------
@@ -269,16 +276,16 @@ class Compression(NamedTuple):
     """
 
     tokens: int
-    overlaps: bool
     entry: int  # numbers
-    index_key: int  # of an entry, beside it, by which queries choose it
-    item_bytes: int
-    is_beside_window: bool = True
+    index_key: int = 0  # of an entry, beside it, by which queries choose it
+    has_weights: bool = True
+    overlaps: bool = False
+    is_beside_window: bool = False
 
     @property
     def given(self) -> int:
-        """Numbers that a token gives: values and their weights, of either entry that it is part of."""
-        return 2 * (1 + self.overlaps) * (self.entry + self.index_key)
+        """Numbers that a token gives: values and their weights, if they have any, of each entry that it is part of."""
+        return (1 + self.has_weights) * (1 + self.overlaps) * (self.entry + self.index_key)
 
     @property
     def reach(self) -> Reach:
@@ -288,12 +295,12 @@ class Compression(NamedTuple):
             return Sliding((1 + self.overlaps) * self.tokens)
         return Chunked(self.tokens)
 
-    def layers(self, index: int) -> tuple[LayerSpec, LayerSpec]:
+    def layers(self, index: int, item_bytes: int) -> tuple[LayerSpec, LayerSpec]:
         """Entries, and what tokens give, as if each were a layer."""
-        beside, item = self.index_key * self.item_bytes, self.item_bytes
+        beside = self.index_key * item_bytes
         return (
-            LayerSpec(ENTRIES + index, Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
-            LayerSpec(GIVERS + index, self.reach, 1, self.given, 0, item),
+            LayerSpec(ENTRIES + index, Full(), 1, self.entry, 0, item_bytes, beside, entry_tokens=self.tokens),
+            LayerSpec(GIVERS + index, self.reach, 1, self.given, 0, item_bytes),
         )
 
 
@@ -310,10 +317,10 @@ def _entries(config: Any, index: int, kind: str, shares: bool, item_bytes: int) 
     if kind in COMPRESSED:
         overlaps = kind == "compressed_sparse_attention"
         tokens, index_key = config.compress_rates[kind], config.index_head_dim if overlaps else 0
-        compression = Compression(tokens, overlaps, config.head_dim, index_key, item_bytes)
-    elif getattr(config, "index_kpool", None) and _chooses(config, index):
-        compression = Compression(config.index_kpool, False, config.index_head_dim, 0, item_bytes, False)
+        compression = Compression(tokens, config.head_dim, index_key, overlaps=overlaps, is_beside_window=True)
     else:
+        compression = _pools(config) if _chooses(config, index) else None
+    if compression is None:
         return ()
     if compression.tokens < 2:
         raise UnsupportedModel(
@@ -321,7 +328,7 @@ def _entries(config: Any, index: int, kind: str, shares: bool, item_bytes: int) 
             "two or more is known",
             field="model",
         )
-    return compression.layers(index)
+    return compression.layers(index, item_bytes)
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:

@@ -12,7 +12,7 @@ backend attends as over any other:
 A row in which no query sees more tokens than it may choose needs no choice: all of it is attended to where it lies.
 
 Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads. Where
-blocks are chosen by a key for each (Qwen4-Exp), pages keep what these keys are made of: so a block may be whole or not.
+pools of tokens have one key each (GLM-5.3, Qwen4-Exp), these are entries (`entries.py`), made when a pool is whole.
 
 Suffixes beyond those of attention: N queries of a part    J choices of a query    K chosen tokens    I index heads
                                     E size of an index key    C numbers of an entry
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, PooledRule, choose, choose_blocks, choose_pooled
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
 from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
@@ -82,8 +82,8 @@ class TokenChoice(Choice):
 
 
 class PoolChoice(Choice):
-    """GLM-5.3: of pools of tokens, by a key that those of a pool have together. Tokens behind the last whole pool are
-    attended to as well."""
+    """Of pools of tokens, by a key that those of a pool have together (GLM-5.3, Qwen4-Exp). Tokens behind the last
+    whole pool are attended to as well."""
 
     def __init__(self, asked: Asked, given_TC: Tensor, make: Make, size: int, pools: int):
         """given: what each token gives to its pool's key. pools: that a query attends to"""
@@ -116,19 +116,6 @@ class BlockChoice(Choice):
 
     def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
         return choose_blocks(self._q_TJE[part.tokens], paged.index_keys[layer], part.batch, self._rule)
-
-
-class MeanChoice(Choice):
-    """Qwen4-Exp: of blocks, by a key that is made of the mean of what pages keep of their tokens, when it is needed.
-    Tokens behind the last whole block are attended to as well."""
-
-    def __init__(self, q_TIE: Tensor, keys_TE: Tensor, rule: PooledRule):
-        """keys: what those of blocks are made of"""
-        super().__init__(Kind(rule.most_tokens, size=rule.size, is_of_whole=True), keys_TE)
-        self._q_TIE, self._rule = q_TIE, rule
-
-    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
-        return choose_pooled(self._q_TIE[part.tokens], paged.index_keys[layer], part.batch, self._rule).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

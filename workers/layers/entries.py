@@ -1,4 +1,4 @@
-"""Entries of several tokens: DeepSeek-V4's compressed keys and values, GLM-5.3's index keys of pools.
+"""Entries of several tokens: DeepSeek-V4's compressed keys and values, index keys of pools of GLM-5.3 and Qwen4-Exp.
 
 Each token gives a value and its weight to an entry, and where entries overlap to the one after it as well. An entry is
 made when the last of its tokens is computed; until then what they gave is kept. Entries and what tokens give are

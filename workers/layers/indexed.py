@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import LayerParams
-from ...kernels.token_choice import Asked, BlockRule, PooledRule
+from ...kernels.token_choice import Asked, BlockRule
 from ..tensor_parallel import TensorParallel
 from .attention import PagedAttention
-from .chosen import BlockChoice, Choice, ChoosingAttention, MeanChoice, PoolChoice, TokenChoice
+from .chosen import BlockChoice, Choice, ChoosingAttention, PoolChoice, TokenChoice
 from .entries import weighed
 from .latent import LatentAttention
 
@@ -318,15 +318,10 @@ class BlockChoosingAttention(ChoosingHeads):
 
 
 class PooledChoosingAttention(ChoosingHeads):
-    """Qwen4-Exp: blocks have one key each, of the mean of their tokens' keys; all heads go by one choice.
+    """Qwen4-Exp: pools have one key each, of the mean of their tokens' keys; all heads go by one choice.
 
     What comes out of each head is multiplied by a gate of the query's.
     """
-
-    def __init__(self, module: Any, paged: PagedAttention):
-        super().__init__(module, paged)
-        index = module.indexer
-        self._rule = PooledRule(index.compress_ratio, index.block_topk, self._key_of)
 
     def __call__(self, hidden_states: Tensor, position_embeddings: Turns, *_: Any, **__: Any) -> tuple[Tensor, None]:
         module = self._module
@@ -335,17 +330,18 @@ class PooledChoosingAttention(ChoosingHeads):
         out_TC = out_THD.flatten(1) * torch.sigmoid(gate_1THD[0].flatten(1))
         return module.o_proj(out_TC.unsqueeze(0)), None
 
-    def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> MeanChoice:
-        """Its keys are neither normed nor turned before they are pooled."""
+    def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> PoolChoice:
+        """Its keys are neither normed nor turned before they are pooled, and its heads weigh the same."""
         index = self._module.indexer
         both_1THE = index.index_qk_proj(hidden_states).unflatten(-1, (-1, index.index_head_dim))
         q_1TIE = index.q_layernorm(both_1THE[:, :, : index.index_n_heads])
         q_1TIE = self._turn(q_1TIE, None, *turns, unsqueeze_dim=2)
-        return MeanChoice(q_1TIE[0], both_1THE[0, :, -1], self._rule)
+        asked = Asked(q_1TIE[0], q_1TIE.new_ones(q_1TIE.shape[1:3], dtype=torch.float32))
+        return PoolChoice(asked, both_1THE[0, :, -1], self._keys, index.compress_ratio, index.block_topk)
 
-    def _key_of(self, mean_RBE: Tensor, firsts_B: Tensor) -> Tensor:
-        """A block's key is turned as its first token is."""
+    def _keys(self, given_NSE: Tensor, has_before_N: Tensor, first_N: Tensor) -> tuple[Tensor, ...]:
+        """A pool's key is turned as its first token is."""
         index = self._module.indexer
-        keys_RBE = index.k_layernorm(mean_RBE.to(index.index_qk_proj.weight.dtype))
-        turns = index.rotary_emb(keys_RBE, firsts_B[None])
-        return self._turn(keys_RBE.unsqueeze(2), None, *turns, unsqueeze_dim=2).squeeze(2)
+        keys_1NE = index.k_layernorm(given_NSE.float().mean(1).to(given_NSE.dtype)).unsqueeze(0)
+        turns = index.rotary_emb(keys_1NE, first_N.unsqueeze(0))
+        return (self._turn(keys_1NE.unsqueeze(2), None, *turns, unsqueeze_dim=2)[0, :, 0],)

@@ -246,23 +246,22 @@ def _other_epsilon(config: Any) -> None:
     config.rms_norm_eps = config.rms_norm_eps * 10
 
 
-def choosing(**changed: Any) -> Plant:
-    """Blocks with a key each are chosen by another rule."""
+def choosing(change: Callable[..., tuple[Any, ...]]) -> Plant:
+    """Pools of tokens are chosen otherwise. change: (make keys, tokens of a pool, pools that are chosen) -> others"""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        make = indexed.PooledRule
-
-        def other(*given: Any) -> Any:
-            rule = make(*given)
-            return rule._replace(**{name: each(rule) if callable(each) else each for name, each in changed.items()})
-
-        patch.setattr(indexed, "PooledRule", other)
+        make = indexed.PoolChoice
+        patch.setattr(indexed, "PoolChoice", lambda asked, given, *rule: make(asked, given, *change(*rule)))
 
     return plant
 
 
-def _of_last_tokens(rule: Any) -> Any:
-    return lambda means, firsts: rule.key_of(means, firsts + rule.size - 1)
+def _turned_as_last(make: Any, size: int, pools: int) -> tuple[Any, ...]:
+    return lambda given, has_before, first: make(given, has_before, first + size - 1), size, pools
+
+
+def _without_last(make: Any, size: int, pools: int) -> tuple[Any, ...]:
+    return lambda given, has_before, first: make(given[:, :-1], has_before, first), size, pools
 
 
 def _through_ends(self: Any, ids_T: torch.Tensor) -> list[torch.Tensor]:
@@ -311,9 +310,9 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
     "a convolution without its function": ("olmo_hybrid", 1, of_class(
         states.Mixer, "_convolve", lambda self, x: self._convolve_by(states.CONVOLUTION, x))),
     # -- what is chosen, and the tokens before -------------------------------------------------------------------------
-    "a block too many is chosen": ("qwen4_exp_text", 1, choosing(most=lambda rule: rule.most + 1)),
-    "blocks of another size are chosen": ("qwen4_exp_text", 1, choosing(size=3)),
-    "blocks turned as their last tokens": ("qwen4_exp_text", 1, choosing(key_of=_of_last_tokens)),
+    "a pool too many is chosen": ("qwen4_exp_text", 1, choosing(lambda make, size, pools: (make, size, pools + 1))),
+    "pools without their last tokens": ("qwen4_exp_text", 1, choosing(_without_last)),
+    "pools turned as their last tokens": ("qwen4_exp_text", 1, choosing(_turned_as_last)),
     "n-grams go on where a text ended": ("qwen4_exp_text", 1, of_class(ngrams.NGramFeatures, "_before", _through_ends)),
     "n-grams begin anew in each step": ("qwen4_exp_text", 1, begins(True)),
     "another gate of what comes out": ("qwen4_exp_text", 1, changed(output_gate_type="silu")),

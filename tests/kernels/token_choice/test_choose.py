@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, PooledRule, cpu, plain_torch, reference
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, cpu, plain_torch, reference
 
 WAYS = {"torch": plain_torch.choose, "cpu": cpu.choose}
 
@@ -121,36 +121,3 @@ def test_tiles_of_keys_do_not_change_the_blocks(monkeypatch: pytest.MonkeyPatch)
     whole = plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule)
     monkeypatch.setattr(plain_torch, "MOST_PRODUCTS", 1)
     assert plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule).tolist() == whole.tolist()
-
-
-def turned(means: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-    """Keys of blocks that depend on where the blocks are."""
-    return means * (1.0 + firsts[:, None] % 5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size, most", [(4, 3), (7, 2), (5, 1), (3, 30), (1, 6)])
-@pytest.mark.parametrize("positions", POSITIONS, ids=["decode", "prompt", "prompts"])
-def test_pooled_blocks_are_chosen_as_in_the_slow_way(
-    positions: list[list[int]], size: int, most: int, dtype: torch.dtype
-):
-    rule = PooledRule(size, most, turned)
-    asked, keys, batch = scene(most, positions, dtype=dtype)
-    slow = reference.choose_pooled(asked.q_NIE, keys, batch, rule)
-    assert plain_torch.choose_pooled(asked.q_NIE, keys, batch, rule).tolist() == slow.tolist()
-
-
-def test_a_query_attends_to_what_follows_the_last_whole_block_and_may_leave_its_own_block_out():
-    rule = PooledRule(4, 2, lambda means, firsts: means * (firsts[:, None] < 30))  # later blocks score nothing
-    asked, keys, batch = scene(7, [[39], [41]])
-    whole, open_ = plain_torch.choose_pooled(asked.q_NIE, keys, batch, rule).tolist()
-    assert max(whole) < 32 and whole[8:] == [0, 0, 0]
-    assert open_[8:] == [40, 41, 0]
-
-
-def test_tiles_of_keys_do_not_change_the_pooled_blocks(monkeypatch: pytest.MonkeyPatch):
-    asked, keys, batch = scene(8, [[60], [61]])
-    rule = PooledRule(4, 3, turned)
-    whole = plain_torch.choose_pooled(asked.q_NIE, keys, batch, rule)
-    monkeypatch.setattr(plain_torch, "MOST_PRODUCTS", 1)
-    assert plain_torch.choose_pooled(asked.q_NIE, keys, batch, rule).tolist() == whole.tolist()

@@ -10,7 +10,7 @@ from intarsia.deploy.checkpoints.known_models import known_model
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.kvcache.spec import LayerSpec
-from intarsia.workers.checkpoint.layer_specs import ENTRIES, complete_layer_types, read_layers, told_prefix
+from intarsia.workers.checkpoint.layer_specs import ENTRIES, GIVERS, complete_layer_types, read_layers, told_prefix
 
 S, F, L = "sliding_attention", "full_attention", "linear_attention"
 
@@ -160,10 +160,16 @@ QWEN4_EXP = {
 }  # fmt: skip
 
 
-def test_layers_that_choose_pooled_blocks_keep_what_keys_of_blocks_are_made_of():
-    layers = read_layers(config("qwen4_exp_text", **QWEN4_EXP), 2, 2)
-    assert {layer.extra_token_bytes for layer in layers if not layer.state} == {2 * 128}
-    assert [layer.index for layer in layers if not layer.state] == list(range(3, 40, 4))
+def test_layers_that_choose_by_means_keep_an_entry_of_each_pool_and_what_its_tokens_give():
+    layers = [layer for layer in read_layers(config("qwen4_exp_text", **QWEN4_EXP), 2, 2) if not layer.state]
+    own = [layer for layer in layers if layer.index < ENTRIES]
+    assert [layer.index for layer in own] == list(range(3, 40, 4))
+    assert {layer.extra_token_bytes for layer in own} == {0}
+    entries = [layer for layer in layers if ENTRIES <= layer.index < GIVERS]
+    assert {(layer.entry_tokens, layer.entry_bytes, layer.reach.name) for layer in entries} == {(64, 2 * 128, "full")}
+    givers = [layer for layer in layers if layer.index >= GIVERS]
+    assert {(layer.token_bytes, layer.reach.name) for layer in givers} == {(2 * 128, "chunked-64")}
+    assert len(own) == len(entries) == len(givers)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

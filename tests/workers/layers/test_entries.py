@@ -44,8 +44,8 @@ class World:
     """One layer that keeps entries, the pages of a few rows, and steps over them."""
 
     def __init__(self, block_tokens: int, lengths: list[int], *, overlaps: bool):
-        self._compression = Compression(TOKENS, overlaps, ENTRY, 0, 4)
-        self._layers = self._compression.layers(0)
+        self._compression = Compression(TOKENS, ENTRY, overlaps=overlaps, is_beside_window=True)
+        self._layers = self._compression.layers(0, item_bytes=4)
         plan = plan_memory(self._layers, PlanSettings(4 << 20, block_tokens, "partitioned"))
         self.attention = EntryAttention(self._layers, torch.float32, CPU)
         self.attention._backend = _Backend()  # type: ignore[assignment]
