@@ -121,7 +121,7 @@ class Memory:
         self.buffer_bytes, self.gb_per_s = part * threads, []
         self._parts = [(ctypes.c_char * part)() for _ in range(threads)]
         for each in self._parts:
-            ctypes.memset(each, 1, part)  # pages that nobody wrote would all be the same one
+            ctypes.memset(each, 1, part)  # pages that were never written would all be the same one
         self._pool = ThreadPoolExecutor(threads)
         self._find = ctypes.CDLL(None).memchr
         self._find.argtypes, self._find.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p

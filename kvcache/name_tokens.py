@@ -2,8 +2,8 @@
 
     n0 ──► n1 ──► n2        of each name: the one before it, and the tokens of its own block
 
-Names are digests, from which no tokens can be read. So what chains compute is noted as they grow, where somebody wants
-to know. The oldest notes are forgotten beyond a bound: prompts that wait for long may have been noted long ago.
+Names are digests, from which no tokens can be read. So what chains compute is noted as they grow, where subscribers
+want to know. The oldest notes are forgotten beyond a bound: prompts that wait for long may have been noted long ago.
 """
 
 from array import array

@@ -170,7 +170,7 @@ class BlockPool:
             self.known.log.cleared()
 
     def evict_all(self) -> int:
-        """Evict all that is cached and that nobody holds. Returns how many blocks that are."""
+        """Evict all that is cached and that no request holds. Returns how many blocks that are."""
         return sum(group.evict_all() for group in self.groups)
 
     def _least_and_beyond(self, wants: Sequence[int], request: RequestId) -> tuple[list[int], list[int]]:

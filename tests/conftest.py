@@ -74,7 +74,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
+    """A port of the loopback address on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -52,7 +52,7 @@ def _read(size: int, bench: Bench) -> Iterator[Row]:
 
 
 def _product(side: int, dtype: torch.dtype, bench: Bench) -> Iterator[Row]:
-    """float32 is not rounded to TF32 unless somebody asks torch for that."""
+    """float32 is not rounded to TF32 unless torch is asked for that."""
     side = side if dtype is not torch.float32 else max(32, side // 4)
     a, b = (bench.random(side, side, dtype=dtype) for _ in range(2))
     timing = bench.time([lambda: a @ b])

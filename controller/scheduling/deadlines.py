@@ -25,7 +25,7 @@ class Deadlines:
             self.next_s = self._heap[0][0]
 
     def wake(self, at_s: float) -> None:
-        """Have somebody look then, though no request's time is over."""
+        """Expired requests are looked for then, though no request's time is over."""
         heapq.heappush(self._heap, (at_s, NO_REQUEST))
         self.next_s = self._heap[0][0]
 

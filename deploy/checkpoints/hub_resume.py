@@ -78,7 +78,7 @@ def _place(url: str) -> _Place | None:
     etag, size = said.etag or "", said.size or 0
     if is_in_xet or not SHA256.fullmatch(etag) or not LARGE_BYTES < size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
         return None
-    if urlsplit(said.location).netloc != urlsplit(url).netloc:  # the token is the Hub's, and nobody else's
+    if urlsplit(said.location).netloc != urlsplit(url).netloc:  # the token is for the Hub alone
         headers = {key: value for key, value in headers.items() if key.lower() != "authorization"}
     return _Place(said.location, etag, size, headers)
 

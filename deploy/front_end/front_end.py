@@ -218,7 +218,7 @@ class FrontEnd:
         return TextBound(most, None if longest is None else longest * most)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, only_counted: bool = False) -> list[int]:
-        """Token ids of a text. only_counted: for somebody who wants to know them, and asks nothing of the model.
+        """Token ids of a text. only_counted: they are counted, and the model is asked nothing.
 
         Raises `InvalidRequest` when the model has no tokenizer, `RequestTooLarge` for a text of far more tokens than
         the model takes.

@@ -195,7 +195,7 @@ def logprobs_from_proto(rows: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs
 
 def info_to_proto(info: EngineInfo) -> pb.ModelInfo:
     fields: dict[str, Any] = info._asdict()
-    del fields["model_dir"]  # where files lie on the server is nobody's business
+    del fields["model_dir"]  # clients are not told where files lie on the server
     fields["groups"] = [pb.LayerGroup(**group._asdict()) for group in info.groups]
     fields["sampling_defaults"] = pb.SamplingParams(**dict[str, Any](info.sampling_defaults))
     return pb.ModelInfo(**fields)

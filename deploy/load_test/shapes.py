@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidSetting
-from ..replay.traces import open_text
+from ..replay.traces import json_objects, open_text
 
 COMMON = """
 the of and to in is you that it he was for on are as with his they at be this have from or one had by word but
@@ -123,7 +123,7 @@ def trace(settings: ShapeSettings) -> Iterator[Session]:
     """Requests at their times, in Mooncake's format: timestamp in ms, lengths in tokens, ids of blocks of 512."""
     if settings.path is None:
         raise InvalidSetting("a trace needs a file: --path FILE", field="path")
-    for number, entry in enumerate(_json_lines(settings.path)):
+    for number, (line, entry) in enumerate(json_objects(settings.path, "path")):
         if number >= settings.sessions:
             return
         try:
@@ -133,7 +133,7 @@ def trace(settings: ShapeSettings) -> Iterator[Session]:
             ids = tuple(entry["hash_ids"])[: -(-words // max(1, round(BLOCK_WORDS * settings.scale)))]
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSetting(
-                f"line {number + 1} of {settings.path} is no request of Mooncake's format: {error!r}", field="path"
+                f"line {line} of {settings.path} is no request of Mooncake's format: {error!r}", field="path"
             ) from None
         yield Session(number, (Turn(words, tokens, ids=ids),), begins_s=at_s)
 
@@ -226,18 +226,6 @@ class History:
 def _near(rng: random.Random, length: int, settings: ShapeSettings) -> int:
     ratio = settings.range_ratio
     return max(1, round(rng.uniform(1 - ratio, 1 + ratio) * length))
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with open_text(path, "path") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                entry = None
-            if not isinstance(entry, dict):
-                raise InvalidSetting(f"line {number} of {path} is no JSON object", field="path")
-            yield entry
 
 
 def _json_list(path: Path) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ class Conversation:
                     self._answered.add(piece.delta.token_ids, part.thoughts, part.text, calls, part.finish_reason)
                 yield part
         if self._answered is not None and (whole := self._answered.whole()) is not None:
-            assert self.front_end.next_turns is not None, "an answer is collected for nobody"
+            assert self.front_end.next_turns is not None, "next turns are not prepared here, so no answer is collected"
             self.front_end.next_turns.expect(whole, self._render)
 
     def _readers(self) -> list[AnswerReader]:

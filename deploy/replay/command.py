@@ -16,9 +16,9 @@ from ..settings.sizes import parse_bytes
 from ..terminal.banner import human_bytes
 from ..tools.model_layers import ModelLayers, model_layers
 from .lru import replay_lru
-from .operations import OperationRunner, read_operations
+from .operations import OperationRunner
 from .requests import TraceResult, plan_for, replay_requests
-from .traces import TraceRequest, detect, read_trace
+from .traces import TraceRequest, detect, json_objects, read_trace
 
 DEFAULT_MODEL = "gemma-3-27b"
 
@@ -41,7 +41,7 @@ def run(
 
 def replay_operations(path: Path, *, as_json: bool, strategy: str | None, policy: str | None) -> None:
     """Print one answer per operation. Raises `InvalidSetting` for a header or a line that cannot be read."""
-    lines = read_operations(path)
+    lines = json_objects(path, "trace")
     first = next(lines, None)
     if first is None:
         raise InvalidSetting(f"{path} is empty; its first line must be a header", field="trace")

@@ -4,11 +4,9 @@ One operation, one answer. An operation that cannot be done is answered with `ok
 else is disturbed.
 """
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from ...kvcache.manager import CacheManager
 from ...kvcache.prefix import Encoder, TokenChain
 from .header import make_manager
 from .prefill import extend_by_chunk
-from .traces import open_text
 
 CHUNK_TOKENS = 8192
 
@@ -295,21 +292,6 @@ class OperationRunner:
 
     def _note(self, kind: str, started: float) -> None:
         self._times_us.setdefault(kind, []).append((time.perf_counter() - started) * 1e6)
-
-
-def read_operations(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of an operation trace, empty lines left out. Raises `InvalidSetting` for a bad line."""
-    with open_text(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise InvalidSetting(f"line {number} of {path} is not JSON: {error}", field="trace") from None
-            if not isinstance(entry, dict):
-                raise InvalidSetting(f"line {number} of {path} must be an object, got {line[:40]!r}", field="trace")
-            yield number, entry
 
 
 def _salt(op: Mapping[str, Any]) -> bytes:

@@ -81,6 +81,23 @@ def open_text(path: Path, field: str = "trace") -> io.TextIOBase:
         raise InvalidSetting(f"{path} cannot be read: {error.strerror}", field=field) from None
 
 
+def json_objects(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a file with one on each line, empty lines left out.
+
+    Raises `InvalidSetting`, of this field, for a bad line, and for a file that cannot be read."""
+    with open_text(path, field) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise InvalidSetting(f"line {number} of {path} is not JSON: {error}", field=field) from None
+            if not isinstance(entry, dict):
+                raise InvalidSetting(f"line {number} of {path} must be an object, got {line[:40]!r}", field=field)
+            yield number, entry
+
+
 def _mooncake(lines: io.TextIOBase, block_tokens: int, longest: int | None) -> Iterator[TraceRequest]:
     for line in lines:
         entry = json.loads(line)

@@ -12,8 +12,8 @@ from .setting import Setting, did_you_mean
 def typed(
     rows: Sequence[Setting], given: Mapping[str, Any], others: Sequence[str] = (), where: str = ""
 ) -> dict[str, Any]:
-    """What is given of these rows and of `model`, in their types. others: names that somebody else reads, and that are
-    left out. where: before each refusal, whose settings they are.
+    """What is given of these rows and of `model`, in their types. others: names that are read elsewhere, and left out
+    here. where: before each refusal, whose settings they are.
 
     Raises `InvalidSetting`, naming the field.
     """

@@ -30,7 +30,7 @@ class ModelLayers:
     layers: tuple[LayerSpec, ...]  # one rank's share
     max_tokens: int | None  # of one request
     encoder_tokens: int  # of one image
-    weights: Weights | str | None = None  # text: why they cannot be told; None: there are none, or nobody knows
+    weights: Weights | str | None = None  # text: why they cannot be told; None: there are none, or it is not known
     about_weights: str = ""  # what they are taken for
     about_copies: str = ""  # what it costs that some heads are on several ranks
 

@@ -3,7 +3,7 @@
     linear.__class__ = kind, by kind.take_over(linear)      # once: its weight is packed, and not kept as it was
     y = linear(x)                                           # x [.., inputs] -> [.., outputs], as before
 
-A module that is taken over keeps its hooks and whoever refers to it. `reference.py` shows the arithmetic.
+A module that is taken over keeps its hooks, and references to it stay valid. `reference.py` shows the arithmetic.
 """
 
 import math

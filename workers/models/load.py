@@ -68,7 +68,7 @@ def load_model(
     """
     try:
         checkpoint = Checkpoint(settings.model_dir)
-    except ModelNotFound as error:  # whoever starts an engine has looked, on its own machine
+    except ModelNotFound as error:  # the process that starts an engine has looked on its own machine alone
         raise ModelNotFound(
             f"{error} So says {socket.gethostname()}: each node needs it there.", field="model"
         ) from None

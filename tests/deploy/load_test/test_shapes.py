@@ -96,7 +96,7 @@ def test_conversations_of_a_file_are_asked_as_they_are(tmp_path: Path):
 @pytest.mark.parametrize(
     ("shape", "text", "said"),
     [
-        ("trace", "no json", "line 1 of .* is no JSON object"),
+        ("trace", "no json", "line 1 of .* is not JSON"),
         ("trace", '{"timestamp": 0}', "line 1 of .* is no request of Mooncake's format"),
         ("sharegpt", "{}", "is no list of conversations"),
         ("sharegpt", "[", "is no JSON"),
