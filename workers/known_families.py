@@ -58,8 +58,16 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     "blt": "it reads bytes in patches, whose lengths a second model chooses, and its layers take whole patches",
     "diffusion_gemma": "it makes many tokens at once out of noise, in several passes, and not one after the other",
+    **dict.fromkeys(
+        ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"),
+        "it convolves keys and values by weights that differ from token to token, which is not computed here",
+    ),
     "reformer": "its tokens attend within buckets, and how these are cut depends on the whole text",
     "rwkv": "its layers sum up the past in a way of their own (WKV of RWKV-4), which is not computed here",
+    "unlimited_ocr": (
+        "its layers see a whole prompt and the last tokens of the answer, so what a token sees depends on where the "
+        "prompt ended, and a conversation that goes on would be answered otherwise"
+    ),
     "whisper": SOUNDS,
     "xlnet": "it says the tokens of a text in any order, by two streams of attention, and not one after the other",
     "xlstm": "its layers sum up the past in a way of their own (mLSTM cells), which is not computed here",

@@ -90,6 +90,8 @@ STYLES: dict[str, Style] = {
         "sum_outputs",
     ),
     "moe_tp_experts": Style({}, "sum_outputs"),
+    "expert_parts": Style({}),  # whose outputs are summed up elsewhere
+    "summed_inputs": Style({}, "sum_inputs"),
 }
 
 EXPERT_CUTS: dict[str, Cut] = {
@@ -161,7 +163,7 @@ class TensorParallel:
                 )
             styles[path] = STYLES[style]
             # Experts are parameters of one module, each cut in a way of its own.
-            if style == "moe_tp_experts":
+            if style in ("moe_tp_experts", "expert_parts"):
                 names = [name for name, _ in module.named_parameters(recurse=False)]
                 hows = {name: how for name in names if (how := _match(patterns, f"{path}.{name}"))}
                 styles[path] = replace(styles[path], cuts={name: EXPERT_CUTS[how] for name, how in hows.items()})
@@ -224,6 +226,12 @@ class TensorParallel:
             return output
 
         module.register_forward_hook(after)
+
+    def sum_inputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        def before(_module, inputs: tuple[Tensor]) -> None:
+            self.collectives.all_reduce(inputs[0])
+
+        module.register_forward_pre_hook(before)
 
     def normalize_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         """An RMS norm whose input is cut. Heads that live on several ranks all do: the mean stands."""

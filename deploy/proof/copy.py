@@ -75,12 +75,18 @@ def _built(whole: Any, small: Any) -> Any:
     return model
 
 
+GIVEN_OUT = "out_hidden_size", "text_hidden_size"
+"""Names that towers have for the width of what they give out."""
+
+
 def _with_text(whole: Any, name: str, small: Any) -> dict[str, Any]:
     """The fields of a whole's config around the small text part, of whose width some towers say what they give out."""
     fields = {**_fields(whole), name: small.to_dict()}
-    tower = fields.get("vision_config")
-    if isinstance(tower, dict) and tower.get("out_hidden_size") == whole.get_text_config(decoder=True).hidden_size:
-        fields["vision_config"] = {**tower, "out_hidden_size": small.hidden_size}
+    width = whole.get_text_config(decoder=True).hidden_size
+    for tower in "vision_config", "audio_config":
+        own = fields.get(tower)
+        if isinstance(own, dict):
+            fields[tower] = own | {size: small.hidden_size for size in GIVEN_OUT if own.get(size) == width}
     return fields
 
 

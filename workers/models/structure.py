@@ -139,4 +139,7 @@ def _experts(path: str, module: Any) -> dict[str, str]:
         return {}
     separate = {name: "colwise" for name in ("gate_proj", "up_proj") if name in parameters}
     up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else separate
-    return {path: "moe_tp_experts"} | {f"{path}.{name}": how for name, how in {**up, "down_proj": "rowwise"}.items()}
+    whole = {path: "moe_tp_experts"}
+    if getattr(module, "has_post_expert_norm", False):  # which needs all of each expert's output
+        whole = {path: "expert_parts", f"{path}.post_expert_norm": "summed_inputs"}
+    return whole | {f"{path}.{name}": how for name, how in {**up, "down_proj": "rowwise"}.items()}

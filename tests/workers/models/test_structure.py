@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.muse_spark import modeling_muse_spark
 
 from intarsia.deploy.proof.scaled import scaled
-from intarsia.workers.models.structure import cut_fused, plan_by_structure
+from intarsia.workers.models.structure import _experts, cut_fused, plan_by_structure
 from intarsia.workers.tensor_parallel import TensorParallel
 
 
@@ -22,6 +23,15 @@ def test_attention_is_cut_where_transformers_cuts_experts_alone():
     assert plan["model.layers.1.self_attn.k_proj"] == "colwise" and plan["model.layers.1.self_attn.o_proj"] == "rowwise"
     assert plan["model.layers.0.block_sparse_moe.experts"] == "moe_tp_experts"
     assert plan["model.layers.0.block_sparse_moe.experts.gate_up_proj"] == "packed_colwise"
+
+
+def test_outputs_of_experts_are_summed_up_before_a_norm_of_each():
+    config: Any = CONFIG_MAPPING["muse_spark_text"]()
+    with torch.device("meta"):
+        experts: Any = modeling_muse_spark.MuseSparkExperts(config)
+    plan = _experts("experts", experts)
+    assert plan.pop("experts") == "expert_parts" and plan.pop("experts.post_expert_norm") == "summed_inputs"
+    assert plan == {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
 
 
 def test_norms_over_all_heads_are_cut_and_those_of_each_head_are_not():

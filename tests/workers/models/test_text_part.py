@@ -57,7 +57,7 @@ def test_a_copy_of_the_whole_holds_the_text_part_alone(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["muse_glimmer", "mistral4", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["muse_glimmer", "muse_spark", "mistral4", "qwen3_vl"])
 def test_text_parts_are_found_right_on_one_rank_and_two(family: str, tmp_path: Path):
     config = whole(family) if family == "qwen3_vl" else CONFIG_MAPPING[family]()
     config.save_pretrained(tmp_path)
