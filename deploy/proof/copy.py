@@ -135,14 +135,14 @@ def _fill_missing(model: Any, folder: Path, missing: Iterable[str]) -> None:
     model.load_state_dict({name: stored.read(name) for name in there}, strict=False)
 
 
-def load_oracle(folder: Path) -> Oracle:
-    """transformers' own model, eager, in float32."""
+def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Oracle:
+    """transformers' own model, eager. Of parameters that it keeps in float32 always, it keeps them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     part = None if has_own_class(config.get_text_config(decoder=True)) else text_part_class(config)
     kind: Any = AutoModelForCausalLM if part is None else part
-    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
     model, found = kind.from_pretrained(folder, **how, local_files_only=True, output_loading_info=True)
     _fill_missing(model, folder, found["missing_keys"])
     patch_rotary_dim(model, model.config)  # which transformers does not read

@@ -162,6 +162,8 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _keep_scales(fields, scale)
     _set_cycles(fields)
     _set_loops(config, fields)
+    if fields.get("unpadded_vocab_size"):
+        fields["vocab_size"] = max(fields["vocab_size"], fields["unpadded_vocab_size"])
     if given.size("heads_per_ngram"):  # which share a width evenly
         fields["ple_embed_dim"] = NGRAM_SIZE * (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
     made = Scaled(fields)

@@ -1,4 +1,4 @@
-"""What is added to the logits of near keys: learnt for each query, so it is no constant of a layer.
+"""What is added to the logits of near keys, and sinks: learnt for each query, so they are no constants of a layer.
 
 Suffixes: T packed tokens    H query heads    R profiles    E distances
 """
@@ -14,6 +14,7 @@ class Biases(NamedTuple):
 
     mixtures_THR: Tensor
     profiles_RE: Tensor
+    sinks_TH: Tensor | None = None  # of each query, in place of a layer's own (Inkling 2)
 
     def of(self, tokens: Any) -> Tensor:
         """[..,H,E] float32, of some of the packed tokens."""

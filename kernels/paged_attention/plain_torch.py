@@ -359,10 +359,20 @@ def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, tile: Tile) 
     top = logits.amax(-1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    if params.sinks is not None:  # a sink far above every logit makes this inf, and the result the 0 it should be
-        total += (params.sinks.float().view(kv_heads, group, 1, 1) - top).exp()
+    sinks = _sinks(tile, params, logits.shape)
+    if sinks is not None:  # a sink far above every logit makes this inf, and the result the 0 it should be
+        total += (sinks - top).exp()
     out = weights.flatten(2, 3) @ values_of(kv, key_dim, params)
     return out.unflatten(2, (group, queries)) / total
+
+
+def _sinks(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor | None:
+    """[N,K,G,M,1], or the same of all rows and queries."""
+    rows, kv_heads, group, queries, _ = shape
+    sinks = params.sinks_of(tile.tokens)
+    if sinks is None or sinks.dim() == 1:
+        return None if sinks is None else sinks.view(kv_heads, group, 1, 1)
+    return sinks.view(rows, queries, kv_heads, group, 1).permute(0, 2, 3, 1, 4)
 
 
 def _bias(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor:

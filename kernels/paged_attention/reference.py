@@ -61,7 +61,7 @@ class ReferenceBackend:
                 kv_LKC = torch.stack([kv_view[_place(batch, row, key)] for key in seen])
                 far_L = position - torch.tensor(seen, device=q_THD.device)
                 bias_HL = self._bias(far_L, token, params)
-                out_THD[token] = self._one_query(q_THD[token], kv_LKC, bias_HL, params)
+                out_THD[token] = self._one_query(q_THD[token], kv_LKC, bias_HL, params.sinks_of(token), params)
                 token += 1
 
     def _bias(self, far_L: Tensor, token: int, params: LayerParams) -> Tensor | None:
@@ -74,7 +74,9 @@ class ReferenceBackend:
         extent = bias_HE.shape[1]
         return torch.where(far_L < extent, bias_HE[:, far_L.clamp(max=extent - 1)], 0.0)
 
-    def _one_query(self, q_HD: Tensor, kv_LKC: Tensor, bias_HL: Tensor | None, params: LayerParams) -> Tensor:
+    def _one_query(
+        self, q_HD: Tensor, kv_LKC: Tensor, bias_HL: Tensor | None, sinks_H: Tensor | None, params: LayerParams
+    ) -> Tensor:
         """[H,Dv]: what one query reads from the L keys it sees."""
         heads, key_dim = q_HD.shape
         kv_LHC = kv_LKC.to(self.compute_dtype).repeat_interleave(heads // kv_LKC.shape[1], dim=1)
@@ -84,10 +86,10 @@ class ReferenceBackend:
             logits_HL = params.softcap * torch.tanh(logits_HL / params.softcap)
         if bias_HL is not None:
             logits_HL = logits_HL + bias_HL
-        if params.sinks is None:
+        if sinks_H is None:
             weights_HL = torch.softmax(logits_HL, dim=-1)
         else:  # the sink takes its share of the weight and gives nothing back
-            sink_H1 = params.sinks.to(self.compute_dtype)[:, None]
+            sink_H1 = sinks_H.to(self.compute_dtype)[:, None]
             weights_HL = torch.softmax(torch.cat((logits_HL, sink_H1), dim=-1), dim=-1)[:, :-1]
         return torch.einsum("hl,lhd->hd", weights_HL, values)
 

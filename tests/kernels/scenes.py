@@ -74,13 +74,15 @@ class World:
         self.v = [draw(scene.kv_heads, scene.value_dim) for _ in self.views]
         mixtures = [torch.randn(length, scene.heads, 3, generator=generator).to(scene.dtype) for length in lengths]
         self.mixtures, self.profiles = mixtures, torch.randn(3, scene.extent, generator=generator).to(scene.dtype)
+        self.sinks = [torch.randn(length, scene.heads, generator=generator).to(scene.dtype) for length in lengths]
         self.write_past()
 
     @property
     def params(self) -> LayerParams:
         if not self.scene.extent:
             return self.scene.params
-        return replace(self.scene.params, biases=Biases(self.packed(self.mixtures), self.profiles))
+        sinks = self.packed(self.sinks) if self.scene.sinks else None
+        return replace(self.scene.params, sinks=None, biases=Biases(self.packed(self.mixtures), self.profiles, sinks))
 
     def _batch(self, random: np.random.Generator) -> GroupBatch:
         """First a batch of zeros that knows the window rule, then its table filled with permuted pages."""
@@ -134,6 +136,7 @@ class World:
                 self.k[layer][row].to(dtype),
                 self.v[layer][row].to(dtype),
                 self.mixtures[row].to(dtype) @ self.profiles.to(dtype),
+                self.sinks[row].to(dtype) if self.scene.extent else SINKS[: self.scene.heads].to(dtype),
             )
             for row in range(len(self.scene.rows))
         ]
@@ -159,8 +162,8 @@ def _pool(scene: Scene, pages: int) -> tuple[Tensor, list[Tensor]]:
     return raw, views
 
 
-def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, biases_LHE: Tensor) -> Tensor:
-    """Attention as the papers write it: all scores, a mask, a softmax."""
+def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, biases_LHE: Tensor, sinks: Tensor) -> Tensor:
+    """Attention as the papers write it: all scores, a mask, a softmax. sinks: [H], or of each query [L,H]"""
     share = scene.heads // scene.kv_heads
     k_LHD, v_LHD = k_LKD.repeat_interleave(share, 1), v_LKD.repeat_interleave(share, 1)
     scores = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * scene.key_dim**-0.5
@@ -177,7 +180,7 @@ def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, biases_LHE
         visible &= position[:, None] // scene.chunk_tokens == position // scene.chunk_tokens
     scores = scores.masked_fill(~visible, float("-inf"))
     if scene.sinks:
-        sink = SINKS[: scene.heads].to(scores.dtype)[:, None, None].expand(-1, len(q_LHD), 1)
+        sink = sinks.expand(len(q_LHD), -1).T.unsqueeze(-1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : len(q_LHD)]
     return torch.einsum("hqk,khd->qhd", weights, v_LHD)

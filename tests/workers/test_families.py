@@ -182,7 +182,7 @@ def test_log_probabilities_equal_the_oracles(family: str, tiny: Callable):
 def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(family: str, tiny: Callable):
     """Both against float32, over the tokens that the engine chose."""
     model: TinyModel = tiny(family)
-    exact, theirs = load_oracle(model.path), load_oracle(model.path).to(torch.bfloat16)
+    exact, theirs = load_oracle(model.path), load_oracle(model.path, dtype=torch.bfloat16)
     greedy = replace(GREEDY, logprobs=0)
 
     async def run() -> list[Completion]:

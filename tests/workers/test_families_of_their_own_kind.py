@@ -19,7 +19,7 @@ from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import is_greedy, log_probabilities, prompts
 
-FAMILIES = "qwen4_exp_text", "dory", "hrm_text"
+FAMILIES = "qwen4_exp_text", "dory", "hrm_text", "inkling2_text"
 PROMPTS = prompts(seed=3, lengths=[5, 33, 47, 80])
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
@@ -94,7 +94,7 @@ def test_tokens_equal_the_oracle_after_requests_gave_way(family: str, swap: str,
 def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(family: str, small: Callable[[str], Small]):
     """Both against float32, over the tokens that the engine chose."""
     model = small(family)
-    theirs = load_oracle(model.path).model.to(torch.bfloat16)
+    theirs = load_oracle(model.path, torch.bfloat16).model
 
     async def run() -> list[Completion]:
         engine = await make_engine(model.path, dtype="bfloat16", max_prefill_chunk_tokens=7)

@@ -231,6 +231,7 @@ def _doge(layer: Any, index: int) -> Any:
 LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
     "diffllama": _diffllama,
     "doge": _doge,
+    "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "mimo_v2_flash": _mimo_v2,
     "mistral_large4_text": _mistral_large4,
@@ -506,6 +507,15 @@ def _four_convolutions(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return keys, keys, *(share.conv(c.hidden_size, c.conv_kernel_size),) * 2
 
 
+def _four_or_weighed_convolutions(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """Where all earlier tokens are seen, the first two have each input once for each token that is looked back."""
+    *of_heads, attended, computed = _four_convolutions(c, share)
+    if c.layer_types[share.layer] == "hybrid":
+        keys = (c.conv_kernel_size - 1) * share.kv_heads(c.num_key_value_heads) * c.head_dim
+        of_heads = [share.conv(keys, c.conv_kernel_size)] * 2
+    return *of_heads, attended, computed
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
@@ -513,6 +523,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "falcon_mamba": _plain_mamba,
     "glm5_next_text": _keyed_delta,
     "granitemoehybrid": _usual_mamba2,
+    "inkling2_text": _four_or_weighed_convolutions,
     "inkling_text": _four_convolutions,
     "jamba": _mamba1,
     "kimi_linear": _keyed_delta,

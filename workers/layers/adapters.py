@@ -4,6 +4,7 @@ Attention that calls a function by name has no entry. transformers finds ours th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .compressed import CompressedAttention
-from .convolution import AddedConv, ShortConv
+from .convolution import AddedConv, ScaledAddedConv, ShortConv, WeighedConv
 from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
@@ -33,6 +34,7 @@ from .mamba import HeadedMamba1, Mamba1, Mamba2
 from .ngrams import NGramFeatures
 from .own_ways import OWN_WAYS, FirstGptAttention, OwnAttention, is_first_gpt, patch_mpt
 from .patches import (
+    mix_blocks,
     patch_head_norms,
     patch_identity_experts,
     patch_indexers,
@@ -61,6 +63,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "FalconMambaMixer": Mamba1,
     "Glm5NextTextLinearAttention": KeyedDeltaNet,
     "GraniteMoeHybridMambaLayer": Mamba2,
+    "Inkling2DynamicShortConvolution": WeighedConv,
+    "Inkling2ShortConvolution": ScaledAddedConv,
     "InklingShortConvolution": AddedConv,
     "JambaMambaMixer": Mamba1,
     "KimiLinearDeltaAttention": KeyedDeltaNet,
@@ -143,6 +147,7 @@ ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
+    "Inkling2BlockAttentionResidual": lambda module, paged: partial(mix_blocks, module),
     "MiniMaxM3VLAttention": _blocks,
     **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,

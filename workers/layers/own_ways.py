@@ -1,5 +1,5 @@
 """Attention of families whose modules compute it in ways of their own: BLOOM, DiffLlama, Doge, Falcon, GPT-Neo,
-Inkling, JetMoE, MPT, XGLM.
+Inkling 1 and 2, JetMoE, MPT, XGLM.
 
 Suffixes: T packed tokens    H heads of this rank    K heads of keys    D size of a head
 """
@@ -289,6 +289,30 @@ class InklingAttention(SeparateAttention):
         return self._module.scaling
 
 
+class Inkling2Attention(OwnAttention):
+    """The same, with a sink of each query; where all earlier tokens are seen, keys and values are made of inputs of
+    their own."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        key_hidden_states: Tensor | None = None,
+        value_hidden_states: Tensor | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        module, positions = self._module, given["position_ids"]
+        of_keys = hidden_states if key_hidden_states is None else key_hidden_states
+        of_values = hidden_states if value_hidden_states is None else value_hidden_states
+        q_THD = module.q_proj(hidden_states, positions)[0].transpose(0, 1)
+        k_TKD, v_TKD = module.k_proj(of_keys)[0].transpose(0, 1), module.v_proj(of_values)[0].transpose(0, 1)
+        bias = module.relative_position_bias
+        mixtures_1THR = bias.linear(hidden_states).unflatten(-1, (-1, len(bias.proj)))
+        mixtures_THR = bias.norm(mixtures_1THR, positions)[0]
+        params = replace(self._params, biases=Biases(mixtures_THR, bias.proj, module.sink_proj(hidden_states)[0]))
+        out_THD = self._paged.attend_packed(q_THD, k_TKD, v_TKD, self._layer, params)
+        return module.o_proj(out_THD.flatten(1).unsqueeze(0), hidden_states), None
+
+
 class JetMoeAttention(OwnAttention):
     """Experts make queries and take outputs; each expert of a token has a query for every key head."""
 
@@ -312,6 +336,8 @@ OWN_WAYS: dict[str, type[OwnAttention]] = {
     "FalconAttention": FalconAttention,
     "GPTNeoSelfAttention": GptNeoAttention,
     "GPTNeoXJapaneseAttention": GptNeoxJapaneseAttention,
+    "Inkling2FullAttention": Inkling2Attention,
+    "Inkling2SlidingAttention": Inkling2Attention,
     "InklingAttention": InklingAttention,
     "JetMoeAttention": JetMoeAttention,
     "MptAttention": MptAttention,

@@ -132,6 +132,17 @@ def patch_head_norms(module: Any, parallel: TensorParallel) -> None:
     module.norms = module.norms[first : first + each]
 
 
+def mix_blocks(module: Any, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
+    """What a layer of Inkling 2 goes on with: a mixture of what its token had after each run of layers before, by each
+    of the module's queries. It is no attention to other tokens, though transformers computes it as such.
+
+    Shapes  blocks [1,T,B,D]  partial [1,T,D]    returns [1,T,D] float32, of each query"""
+    all_1TBD = module.norm(torch.cat((block_states, partial_block_states.unsqueeze(-2)), dim=-2).float())
+    query_QD = module.query.float().view(-1, all_1TBD.shape[-1])
+    shares_1TQB = (query_QD @ all_1TBD.mT * query_QD.shape[-1] ** -0.5).softmax(dim=-1)
+    return (shares_1TQB @ all_1TBD).unbind(-2)
+
+
 def patch_rotary_dim(model: Any, config: Any) -> None:
     """Let MiniMax rotate as many numbers of a head as its config says. Called when weights are there.
 

@@ -41,6 +41,14 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     | {"model.layers.*.self_attn": "sinks"}
     | _cut("mlp", EXPERTS)
     | _cut("mlp.shared_experts", GATED_MLP),
+    # transformers cuts experts alone.
+    "inkling2_text": _cut(
+        "self_attn",
+        {f"{name}.linear": "colwise" for name in ("q_proj", "k_proj", "v_proj", "relative_position_bias")}
+        | {"q_proj.norm": "head_scales", "relative_position_bias.norm": "head_scales", "sink_proj": "colwise"}
+        | {"o_proj.gate_proj": "colwise", "o_proj.linear": "rowwise"},
+    )
+    | _cut("mlp", EXPERTS),
     "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
     # What its first MLPs need of all columns the ranks add up: see `patch_sparsity`.
     "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP),

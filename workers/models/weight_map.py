@@ -19,6 +19,8 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     ErnieFuseAndSplitTextVisionExperts,
+    Inkling2UnpadVocab,
+    Interleave,
     MergeModulelist,
     Split,
     Transpose,
@@ -187,6 +189,41 @@ class Part:
         return self.first + start, self.last if stop is None else min(self.first + stop, self.last)
 
 
+@dataclass(frozen=True, slots=True)
+class InTurns:
+    """Two halves of a tensor, of which the files hold one element each in turn: gate and up (Inkling).
+
+    stored  g0 u0 g1 u1 g2 u2      read  g0 g1 g2 u0 u1 u2"""
+
+    stored: Source
+    turn_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def origin(self) -> str:
+        return self.stored.origin
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        if dim != self.turn_dim:
+            both = self.stored.read(dim, start, stop).unflatten(self.turn_dim, (-1, 2))
+            return torch.cat(both.unbind(self.turn_dim + 1), dim=self.turn_dim)
+        half = self.shape[dim] // 2
+        stop = 2 * half if stop is None else stop
+        pieces = []
+        for of_half in range(2):
+            first, last = max(start - of_half * half, 0), min(stop - of_half * half, half)
+            if first < last:
+                pairs = self.stored.read(dim, 2 * first, 2 * last)
+                pieces.append(pairs.unflatten(dim, (-1, 2)).select(dim + 1, of_half))
+        return torch.cat(pieces, dim=dim) if pieces else self.stored.read(dim, 0, 0)
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        return None
+
+
 def all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
     """None: some of them are, or they cannot be joined."""
     there = [part for part in parts if part is not None]
@@ -351,9 +388,12 @@ def _converted(
     """What a parameter, and those beside it, are made of. parts: by pattern of `converter`, in order
     wanted: parameters by their full names"""
     match converter.operations:
-        case [Split() | Chunk(num_shards_attribute=None) as split]:
+        case [*before, Split() | Chunk(num_shards_attribute=None) as split]:
+            whole = _put_together(name, parts, before)
             names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
-            return _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+            return _taken_apart(whole, {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+        case [Inkling2UnpadVocab()]:  # rows for tokens that there are not
+            return {name: Part(parts[0][0], 0, 0, len(wanted[name]))}
         case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
             targets = converter.target_patterns
             names = [name.replace(targets[0], each) for each in targets]
@@ -458,6 +498,8 @@ def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any
         elif isinstance(operation, Concatenate):
             _check_shapes(name, [[part for group in parts for part in group]], operation.dim)
             parts = [[Joined(tuple(part for group in parts for part in group), operation.dim)]]
+        elif isinstance(operation, Interleave) and not operation.inverse:
+            parts = [[InTurns(parts[0][0], operation.dim)]]
         else:
             raise UnsupportedModel(
                 f"{name} is made of other tensors by {operation}, which is not known here", field="model"

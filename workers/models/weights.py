@@ -1,5 +1,6 @@
 """The weights of a model: every parameter of an empty module gets this rank's slice, read from the files."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,7 @@ def fill_weights(
     module.tie_weights()
     total = sum(empty.numel() for empty in module.parameters())
     owners, shapes_of = _owners(module), _whole_shapes(module)
+    kept_wide = _kept_wide(module, dtype)
     done = 0
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
@@ -73,7 +75,8 @@ def fill_weights(
                         watch(done, total)
                         continue
                 value = _read(source, full_name, shapes[name], part)
-                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
+                own_dtype = torch.float32 if kept_wide(full_name) else dtype
+                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=own_dtype), requires_grad=False)
                 watch(done, total)
             setattr(owner, name, filled[id(empty)])
         # What the ranks add up or gather happens around the forward pass.
@@ -90,6 +93,17 @@ def fill_weights(
     if parallel.size > 1:
         count_own_heads(module)
     _fill_buffers(module, sources, device)
+
+
+def _kept_wide(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which parameters, by their full names, a family has in float32 also where the model is in fewer bits.
+
+    transformers says parts of their names."""
+    parts = sorted(module._keep_in_fp32_modules_strict or ())
+    if not parts or dtype not in (torch.bfloat16, torch.float16):
+        return lambda name: False
+    pattern = re.compile("|".join(parts))
+    return lambda name: pattern.search(name) is not None
 
 
 def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:

@@ -13,10 +13,22 @@ from transformers import CONFIG_MAPPING
 
 from intarsia.deploy.proof.prove import prove
 from intarsia.deploy.proof.sweep import LACKING
+from intarsia.kernels.paged_attention import Biases
 from intarsia.kvcache.reach import Chunked, Full, Sliding
 from intarsia.workers import tensor_parallel, worker
 from intarsia.workers.checkpoint import layer_specs
-from intarsia.workers.layers import adapters, attention, delta, entries, indexed, latent, ngrams, states
+from intarsia.workers.layers import (
+    adapters,
+    attention,
+    convolution,
+    delta,
+    entries,
+    indexed,
+    latent,
+    ngrams,
+    own_ways,
+    states,
+)
 from intarsia.workers.models import load, weights
 from intarsia.workers.pages import Pages
 from intarsia.workers.runner import ModelRunner
@@ -271,6 +283,7 @@ def _through_ends(self: Any, ids_T: torch.Tensor) -> list[torch.Tensor]:
     return [each.long() + self._table.eos_token_id for each in before.unbind(-1)]
 
 
+_BEFORE = convolution.WeighedConv._before
 WINDOWS = "mistral", "cohere2_moe", "mimo_v2_flash"
 DEFECTS: dict[str, tuple[str, int, Plant]] = {
     # -- what a token sees ---------------------------------------------------------------------------------------------
@@ -315,6 +328,9 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
     "pools turned as their last tokens": ("qwen4_exp_text", 1, choosing(_turned_as_last)),
     "n-grams go on where a text ended": ("qwen4_exp_text", 1, of_class(ngrams.NGramFeatures, "_before", _through_ends)),
     "n-grams begin anew in each step": ("qwen4_exp_text", 1, begins(True)),
+    "no sinks of queries": ("inkling2_text", 1, of_class(own_ways, "Biases", lambda m, p, sinks: Biases(m, p))),
+    "weights of earlier tokens the wrong way round": ("inkling2_text", 1, of_class(
+        convolution.WeighedConv, "_before", lambda self, x, earlier: _BEFORE(self, x, earlier)[::-1])),
     "another gate of what comes out": ("qwen4_exp_text", 1, changed(output_gate_type="silu")),
     # -- several ranks -------------------------------------------------------------------------------------------------
     "a bias on each rank": ("phi", 2, style("rowwise", Style({"weight": Cut(1)}, "sum_outputs"))),

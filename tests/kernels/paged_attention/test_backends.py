@@ -162,14 +162,20 @@ def test_softcap_and_sinks_enter_the_softmax(backend, softcap, sinks, window_tok
     check(Scene(rows, softcap=softcap, sinks=sinks, window_tokens=window_tokens), backend)
 
 
-@pytest.mark.parametrize("slopes, extent", [(True, 0), (False, 7)], ids=["slopes", "biases"])
+@pytest.mark.parametrize(
+    "slopes, extent, sinks",
+    [(True, 0, False), (False, 7, False), (False, 7, True)],
+    ids=["slopes", "biases", "biases-sinks"],
+)
 @pytest.mark.parametrize("window_tokens", [None, 12])
-def test_scores_change_with_the_distance_of_keys(backend, slopes, extent, window_tokens):
+def test_scores_change_with_the_distance_of_keys(backend, slopes, extent, sinks, window_tokens):
+    """And with sinks of each query."""
     offers = backend.capabilities
     if (slopes and not offers.slopes) or (extent and not offers.biases):
         pytest.skip("another backend is chosen for such layers")
     rows = ((1, 40), (1, 9), (9, 9), (7, 30), (1, 200))
-    check(Scene(rows, slopes=slopes, extent=extent, window_tokens=window_tokens, heads=8), backend)
+    scene = Scene(rows, slopes=slopes, extent=extent, sinks=sinks, window_tokens=window_tokens, heads=8)
+    check(scene, backend)
 
 
 def test_a_sink_far_above_every_logit_takes_all_the_weight(backend):

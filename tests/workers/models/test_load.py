@@ -64,6 +64,16 @@ def test_half_precision_follows_the_oracle_for_the_first_tokens(dtype: str, tiny
         assert output[0] == expected[0]
 
 
+def test_parameters_that_a_family_has_in_float32_stay_so_in_a_model_of_16_bits(tiny: Callable):
+    path = tiny("kimi_linear").path
+    settings = ModelSettings(str(path), dtype="bfloat16")
+    loaded: Any = load_model(settings, TensorParallel(), torch.device("cpu")).module
+    dtypes = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    wide = {name.rpartition(".")[2] for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert "dt_bias" in wide and "A_log" not in wide
+    assert dtypes["model.embed_tokens.weight"] == torch.bfloat16
+
+
 def test_page_memory_follows_the_dtype(tiny: Callable):
     async def blocks(dtype: str) -> int:
         return (await make_engine(tiny("llama").path, dtype=dtype)).info.num_blocks

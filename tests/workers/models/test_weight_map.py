@@ -16,7 +16,7 @@ from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
-from intarsia.workers.models.weight_map import Joined, Mxfp4, Part, Source, Stacked, TurnedMatrix
+from intarsia.workers.models.weight_map import InTurns, Joined, Mxfp4, Part, Source, Stacked, TurnedMatrix
 from intarsia.workers.tensor_parallel import TensorParallel
 
 
@@ -69,6 +69,13 @@ def test_a_matrix_stored_the_other_way_round_is_read_as_it_is_held(dim: int, fir
     turned = TurnedMatrix(Whole(stored))
     assert turned.shape == (4, 5)
     assert torch.equal(turned.read(dim, first, last), Whole(stored.T).read(dim, first, last))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_halves_that_are_stored_in_turns_are_read_one_after_the_other(dim: int):
+    halves = [torch.randn(5, 5, 3) for _ in range(2)]
+    stored = torch.stack(halves, dim=dim + 1).flatten(dim, dim + 1)
+    check_every_slice(InTurns(Whole(stored), dim), torch.cat(halves, dim=dim))
 
 
 def test_joined_tensors_are_read_as_one():
