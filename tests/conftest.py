@@ -20,6 +20,9 @@ from typing import Any
 import pytest
 
 START_SERVERS = ("deploy/", "workers/process/test_fork_server.py", "test_imports.py", "test_snippets.py")
+START_NONE = tuple(
+    f"deploy/{part}/" for part in ("checkpoints", "formats", "proof", "replay", "settings", "terminal", "tools")
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,8 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if "ray_cluster" in fixtures or item.path.relative_to(here).as_posix().startswith(START_SERVERS):
+        place, family = item.path.relative_to(here).as_posix(), _family_of(item)
+        starts_servers = place.startswith(START_SERVERS) and not place.startswith(START_NONE)
+        if "ray_cluster" in fixtures or starts_servers:
             item.add_marker(pytest.mark.xdist_group("servers"))
+        elif family is not None and item.get_closest_marker("xdist_group") is None:  # its checkpoint is made once
+            item.add_marker(pytest.mark.xdist_group(family))
+
+
+def _family_of(item: pytest.Item) -> str | None:
+    """Of a test that takes a tiny checkpoint of some family."""
+    asked = getattr(item, "callspec", None)
+    family = asked.params.get("family") if asked is not None and "tiny" in getattr(item, "fixturenames", ()) else None
+    return family if isinstance(family, str) else None
 
 
 @dataclass(frozen=True)

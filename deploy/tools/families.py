@@ -88,7 +88,8 @@ and every 512 to 4,096 tokens.
 
 "Proven on load": whether such a model is answered right is proven when it is served for the first time, by a small copy
 of it; `intarsia prove MODEL` does that by hand, and says what is missing where it fails. Small copies of these were
-found right on one rank and on two. "Refused": its memory is planned, and it does not run yet.
+found right on one rank and on two. "Refused": its memory is planned, and it does not run yet. What became of each
+architecture of transformers: [proven families](proven_families.md).
 """
 
 

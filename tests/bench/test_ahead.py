@@ -29,6 +29,7 @@ def compiled(*only: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spilling_and_multiply_its_way():
     rows = compiled(*IN_SHORT)
     assert len(rows) > 30

@@ -35,7 +35,8 @@ from intarsia.workers.checkpoint.layer_specs import read_layers
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 BLOCK_SIZES = [1, 16, 5]  # 16 exceeds the window of 12, 5 does not divide it
 FEW_BLOCK_SIZES = [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(16, marks=pytest.mark.slow)]
-"""Where the ranks are what is tested."""
+"""Where it is not they that are tested."""
+STRATEGIES = ["layered", "packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("partitioned", "uniform"))]
 LARGE_STATES = {"bamba", "falcon_h1", "granite4", "jamba", "nemotron_h"}
 """Families whose states are so large that `layered` wants blocks of 16 tokens beside them."""
 
@@ -84,14 +85,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+QUICK = {("whole prompts", 16), ("chunks of 7", 5), ("no prefix cache", 1)}
+SCENES = [
+    pytest.param(scenario, size, marks=[] if (scenario, size) in QUICK else [pytest.mark.slow])
+    for scenario in SCENARIOS
+    for size in BLOCK_SIZES
+]
+
+
+@pytest.mark.parametrize("scenario, block_size", SCENES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracle_on_one_worker(family: str, scenario: str, block_size: int, tiny: Callable):
     asyncio.run(check_in_one_batch(tiny(family), None, block_size=block_size, **SCENARIOS[scenario]))
 
 
-@pytest.mark.parametrize("strategy", ["layered", "packed", "partitioned", "uniform"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracle_whatever_the_memory_plan(family: str, strategy: str, tiny: Callable):
     block_size = 16 if family in LARGE_STATES else 5
@@ -99,14 +107,16 @@ def test_tokens_equal_the_oracle_whatever_the_memory_plan(family: str, strategy:
     asyncio.run(check_in_one_batch(tiny(family), None, **settings))
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", FEW_BLOCK_SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracle_after_preemption(family: str, block_size: int, tiny: Callable):
     asyncio.run(check_preempted(tiny(family), None, block_size))
 
 
 @pytest.mark.parametrize("block_size", FEW_BLOCK_SIZES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=[] if name == "chunks of 7" else [pytest.mark.slow]) for name in SCENARIOS]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracle_on_two_workers(
     family: str, scenario: str, block_size: int, tiny: Callable, two_workers: Any, loop: Loop

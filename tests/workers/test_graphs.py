@@ -96,7 +96,13 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma3", "gemma2", "smollm3", "llama4", "bamba", "falcon_h1", "lfm2", "qwen3_5", "gemma3n", "deepseek_v3"],
+    [
+        *("gemma3", "bamba", "qwen3_5", "deepseek_v3"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma2", "smollm3", "llama4", "falcon_h1", "lfm2", "gemma3n")
+        ),
+    ],
 )
 def test_replayed_steps_give_the_tokens_of_the_oracle(family: str, tiny: Callable, taped: tuple[LocalWorkers, Tape]):
     """Requests come, grow over borders of pages and shapes, and go; prompts come in chunks between."""

@@ -26,7 +26,7 @@ ALL_FIT = {"mamba"}
 """Its requests need no more memory while they grow, so none has to give way."""
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
