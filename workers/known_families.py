@@ -58,11 +58,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
     "blt": "it reads bytes in patches, whose lengths a second model chooses, and its layers take whole patches",
     "diffusion_gemma": "it makes many tokens at once out of noise, in several passes, and not one after the other",
-    **dict.fromkeys(
-        ("inkling2_loop", "inkling2_loop_text"),
-        "it goes through a run of layers several times, each time with keys and values beside those of before, "
-        "which is not computed here",
-    ),
     "reformer": "its tokens attend within buckets, and how these are cut depends on the whole text",
     "rwkv": "its layers sum up the past in a way of their own (WKV of RWKV-4), which is not computed here",
     "unlimited_ocr": (

@@ -471,8 +471,13 @@ def _set_cycles(fields: dict[str, Any]) -> None:
 
 
 def _set_loops(config: Any, fields: dict[str, Any]) -> None:
-    """Of a run of layers in the model's middle that is gone through several times (Dory). Its configs count the MLP of
-    a layer as another."""
+    """Of a run of layers in the model's middle that is gone through several times (Inkling 2 Mini, Dory). Configs of
+    Dory count the MLP of a layer as another."""
+    if "loop_num_passes" in fields:  # a layer of each kind before, within and behind
+        kinds = list(dict.fromkeys(config.layer_types))
+        each = fields["n_layers_per_attn_res_block"] = len(kinds)
+        fields |= {"loop_layer_index_start": each, "loop_layer_index_end": 2 * each}
+        fields |= {"layer_types": 3 * kinds, "num_hidden_layers": 3 * each}
     if "n_recurrent_loops" not in fields:
         return
     own = {name: getattr(config, name) for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers")}

@@ -19,7 +19,7 @@ from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import is_greedy, log_probabilities, prompts
 
-FAMILIES = "qwen4_exp_text", "dory", "hrm_text", "inkling2_text"
+FAMILIES = "qwen4_exp_text", "dory", "hrm_text", "inkling2_text", "inkling2_loop_text"
 PROMPTS = prompts(seed=3, lengths=[5, 33, 47, 80])
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 

@@ -53,12 +53,13 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
             known = ", ".join([*REACH_OF, *sorted(HAS_STATE - set(REACH_OF))])
             raise UnsupportedModel(f"{config.model_type} has layers of kind {kind!r}; known are {known}", field="model")
         if kind in REACH_OF:
-            layer = layer_config(config, index)
+            layer = layer_config(config, _place_in_model(config, index))
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
             specs += _entries(config, index, kind, index in sources, item_bytes)
         if kind in HAS_STATE:
-            layer = layer_config(config, index)
-            specs.append(LayerSpec(index, State(), state=_state(layer, index, tensor_parallel_size, item_bytes)))
+            place = _place_in_model(config, index)
+            layer = layer_config(config, place)
+            specs.append(LayerSpec(index, State(), state=_state(layer, place, tensor_parallel_size, item_bytes)))
     return tuple(specs)
 
 
@@ -163,18 +164,32 @@ WITHOUT_WINDOW = {"moshi"}
 
 
 def _times_around(config: Any) -> list[str]:
-    """Layers that are gone through again (Dory): each time is another layer, behind the model's own."""
+    """Layers that are gone through again (Dory, Inkling 2 Mini): each time is another layer, behind the model's own."""
+    start, end, times = _looped(config)
+    return list(config.layer_types[start:end]) * (times - 1) if times > 1 else []
+
+
+def _looped(config: Any) -> tuple[int, int, int]:
+    """First and last of the layers that are gone through several times, and how often."""
+    if getattr(config, "loop_num_passes", None) is not None:
+        return config.loop_layer_index_start, config.loop_layer_index_end, config.loop_num_passes
     loops = getattr(config, "n_recurrent_loops", None)
     if loops is None:
-        return []
+        return 0, 0, 1
     if config.recurrent_kv_cache_mode != "per_loop":
         raise UnsupportedModel(
             f"{config.model_type} keeps what its last loop computes for all loops (recurrent_kv_cache_mode "
             f"{config.recurrent_kv_cache_mode!r}): then an answer depends on how its prompt was cut",
             field="model",
         )
-    end = config.n_input_layers + config.n_recurrent_layers
-    return list(config.layer_types[config.n_input_layers : end]) * (loops - 1)
+    return config.n_input_layers, config.n_input_layers + config.n_recurrent_layers, loops
+
+
+def _place_in_model(config: Any, index: int) -> int:
+    """Which of the model's own layers a layer is."""
+    start, end, times = _looped(config)
+    again = index - config.num_hidden_layers
+    return index if times == 1 or again < 0 else start + again % (end - start)
 
 
 def layer_config(config: Any, index: int) -> Any:
@@ -231,6 +246,7 @@ def _doge(layer: Any, index: int) -> Any:
 LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
     "diffllama": _diffllama,
     "doge": _doge,
+    "inkling2_loop_text": _inkling,
     "inkling2_text": _inkling,
     "inkling_text": _inkling,
     "mimo_v2_flash": _mimo_v2,
@@ -523,6 +539,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "falcon_mamba": _plain_mamba,
     "glm5_next_text": _keyed_delta,
     "granitemoehybrid": _usual_mamba2,
+    "inkling2_loop_text": _four_or_weighed_convolutions,
     "inkling2_text": _four_or_weighed_convolutions,
     "inkling_text": _four_convolutions,
     "jamba": _mamba1,

@@ -64,6 +64,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "Glm5NextTextLinearAttention": KeyedDeltaNet,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "Inkling2DynamicShortConvolution": WeighedConv,
+    "Inkling2LoopDynamicShortConvolution": WeighedConv,
+    "Inkling2LoopShortConvolution": ScaledAddedConv,
     "Inkling2ShortConvolution": ScaledAddedConv,
     "InklingShortConvolution": AddedConv,
     "JambaMambaMixer": Mamba1,
@@ -147,7 +149,10 @@ ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
-    "Inkling2BlockAttentionResidual": lambda module, paged: partial(mix_blocks, module),
+    **{
+        f"Inkling2{name}AttentionResidual": lambda module, paged: partial(mix_blocks, module)
+        for name in ("Block", "LoopBlock", "LoopMessage")
+    },
     "MiniMaxM3VLAttention": _blocks,
     **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,

@@ -304,7 +304,9 @@ class Inkling2Attention(OwnAttention):
         of_keys = hidden_states if key_hidden_states is None else key_hidden_states
         of_values = hidden_states if value_hidden_states is None else value_hidden_states
         q_THD = module.q_proj(hidden_states, positions)[0].transpose(0, 1)
-        k_TKD, v_TKD = module.k_proj(of_keys)[0].transpose(0, 1), module.v_proj(of_values)[0].transpose(0, 1)
+        pass_ = {"cache_offset": given.get("cache_offset", 0)}  # by how much this pass through the layer is another
+        k_TKD = module.k_proj(of_keys, **pass_)[0].transpose(0, 1)
+        v_TKD = module.v_proj(of_values, **pass_)[0].transpose(0, 1)
         bias = module.relative_position_bias
         mixtures_1THR = bias.linear(hidden_states).unflatten(-1, (-1, len(bias.proj)))
         mixtures_THR = bias.norm(mixtures_1THR, positions)[0]
@@ -337,6 +339,8 @@ OWN_WAYS: dict[str, type[OwnAttention]] = {
     "GPTNeoSelfAttention": GptNeoAttention,
     "GPTNeoXJapaneseAttention": GptNeoxJapaneseAttention,
     "Inkling2FullAttention": Inkling2Attention,
+    "Inkling2LoopFullAttention": Inkling2Attention,
+    "Inkling2LoopSlidingAttention": Inkling2Attention,
     "Inkling2SlidingAttention": Inkling2Attention,
     "InklingAttention": InklingAttention,
     "JetMoeAttention": JetMoeAttention,

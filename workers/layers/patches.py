@@ -13,7 +13,10 @@ from ..tensor_parallel import TensorParallel
 LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
-TIMES_AROUND = {"DoryAttention", "HrmTextAttention"}
+TIMES_AROUND = {
+    "DoryAttention", "HrmTextAttention", "Inkling2LoopDynamicShortConvolution", "Inkling2LoopFullAttention",
+    "Inkling2LoopShortConvolution", "Inkling2LoopSlidingAttention",
+}  # fmt: skip
 """Classes of modules that are gone through several times, each time as another layer."""
 
 TURN_EARLIER = {"Qwen4ExpTextQSAIndexer"}
@@ -132,15 +135,21 @@ def patch_head_norms(module: Any, parallel: TensorParallel) -> None:
     module.norms = module.norms[first : first + each]
 
 
-def mix_blocks(module: Any, block_states: Tensor, partial_block_states: Tensor) -> tuple[Tensor, ...]:
+def mix_blocks(
+    module: Any, block_states: Tensor, partial_block_states: Tensor, loop_layer_idx: int | None = None
+) -> Tensor | tuple[Tensor, ...]:
     """What a layer of Inkling 2 goes on with: a mixture of what its token had after each run of layers before, by each
     of the module's queries. It is no attention to other tokens, though transformers computes it as such.
 
-    Shapes  blocks [1,T,B,D]  partial [1,T,D]    returns [1,T,D] float32, of each query"""
+    loop_layer_idx: of the layer whose queries these are, where the module has those of several
+
+    Shapes  blocks [1,T,B,D]  partial [1,T,D]    returns [1,T,D] float32 of each query; or all in one, [1,T,Q,D]"""
+    query = module.query if loop_layer_idx is None else module.query[loop_layer_idx]
     all_1TBD = module.norm(torch.cat((block_states, partial_block_states.unsqueeze(-2)), dim=-2).float())
-    query_QD = module.query.float().view(-1, all_1TBD.shape[-1])
+    query_QD = query.float().view(-1, all_1TBD.shape[-1])
     shares_1TQB = (query_QD @ all_1TBD.mT * query_QD.shape[-1] ** -0.5).softmax(dim=-1)
-    return (shares_1TQB @ all_1TBD).unbind(-2)
+    mixed_1TQD = shares_1TQB @ all_1TBD
+    return mixed_1TQD.unbind(-2) if loop_layer_idx is None else mixed_1TQD
 
 
 def patch_rotary_dim(model: Any, config: Any) -> None:

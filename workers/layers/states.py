@@ -143,11 +143,14 @@ class Mixer:
         self._module = module
         self._states = states
         self._parallel = parallel
-        self._layer: int = module.layer_idx
         self._activate = ACT2FN[getattr(module, "activation", "silu")]
         self._is_silu = is_silu(self._activate)
         around = AROUND.get(next(module.parameters()).device.type)
         self._fast = around if around is not None and around.is_available() else None
+
+    @property
+    def _layer(self) -> int:
+        return self._module.layer_idx  # some modules are gone through several times, each time as another layer
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:

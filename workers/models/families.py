@@ -89,6 +89,7 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
 """model_type -> module path -> style, where transformers states no plan, or one that is not ours. Styles are explained
 in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/states.py`)."""
 
+TENSOR_PARALLEL_PLANS["inkling2_loop_text"] = TENSOR_PARALLEL_PLANS["inkling2_text"]
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
 TENSOR_PARALLEL_PLANS["kimi_linear"] = TENSOR_PARALLEL_PLANS["deepseek_v3"]

@@ -19,6 +19,8 @@ from transformers.core_model_loading import (
     Chunk,
     Concatenate,
     ErnieFuseAndSplitTextVisionExperts,
+    Inkling2LoopDequantizeExperts,
+    Inkling2LoopMergeMessageQueries,
     Inkling2UnpadVocab,
     Interleave,
     MergeModulelist,
@@ -392,6 +394,8 @@ def _converted(
             whole = _put_together(name, parts, before)
             names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
             return _taken_apart(whole, {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+        case [Inkling2LoopMergeMessageQueries()]:
+            return {name: _of_messages(parts[0][0], parts[1][0])}
         case [Inkling2UnpadVocab()]:  # rows for tokens that there are not
             return {name: Part(parts[0][0], 0, 0, len(wanted[name]))}
         case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
@@ -407,6 +411,14 @@ def _converted(
             return {name: parts[0][0] if is_as_held else Turned(parts[0][0])}
         case operations:
             return {name: _put_together(name, parts, operations)}
+
+
+def _of_messages(queries: Source, of_keys: Source) -> Source:
+    """[layers,4,..] of a loop: for queries, keys, values and MLPs. The files have two rows of each layer: the first and
+    the last of them; and those between."""
+    outer = [Part(queries, 0, n, n + 1) for n in range(queries.shape[0])]
+    layers = range(0, len(outer), 2)
+    return Stacked(tuple(Joined((outer[n], Part(of_keys, 0, n, n + 2), outer[n + 1]), 0) for n in layers))
 
 
 def _shares(parts: list[list[Source]], kinds: int) -> Iterator[list[list[Source]]]:
@@ -498,6 +510,8 @@ def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any
         elif isinstance(operation, Concatenate):
             _check_shapes(name, [[part for group in parts for part in group]], operation.dim)
             parts = [[Joined(tuple(part for group in parts for part in group), operation.dim)]]
+        elif isinstance(operation, Inkling2LoopDequantizeExperts) and len(parts) == 1:
+            continue  # they are plain numbers
         elif isinstance(operation, Interleave) and not operation.inverse:
             parts = [[InTurns(parts[0][0], operation.dim)]]
         else:

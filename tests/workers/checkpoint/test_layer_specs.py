@@ -1,5 +1,6 @@
 """Configs of real models, read by transformers, keep what is known of these models."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,18 @@ def test_each_pass_through_a_layer_is_a_layer_behind_all_others():
     assert [layer.index for layer in layers] == list(range(36 + 2 * 20))
     kinds = [layer.reach.name for layer in layers]
     assert kinds[36:] == 2 * kinds[8:28]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_passes_through_layers_that_have_states_are_layers_with_states_of_the_same_sizes(ranks: int):
+    layers = read_layers(config("inkling2_loop_text"), ranks, 2)
+    of_states = {layer.index: layer for layer in layers if layer.state}
+    of_heads = {layer.index: layer for layer in layers if not layer.state}
+    assert sorted(of_states) == sorted(of_heads) == list(range(24 + 2 * 12))
+    for index in range(24, 48):
+        own = 6 + (index - 24) % 12
+        assert of_states[index].state == of_states[own].state
+        assert replace(of_heads[index], index=own) == of_heads[own]
 
 
 def test_passes_that_read_what_the_last_one_kept_are_refused_with_the_reason():

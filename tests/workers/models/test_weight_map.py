@@ -16,7 +16,7 @@ from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
-from intarsia.workers.models.weight_map import InTurns, Joined, Mxfp4, Part, Source, Stacked, TurnedMatrix
+from intarsia.workers.models.weight_map import InTurns, Joined, Mxfp4, Part, Source, Stacked, TurnedMatrix, _of_messages
 from intarsia.workers.tensor_parallel import TensorParallel
 
 
@@ -76,6 +76,12 @@ def test_halves_that_are_stored_in_turns_are_read_one_after_the_other(dim: int):
     halves = [torch.randn(5, 5, 3) for _ in range(2)]
     stored = torch.stack(halves, dim=dim + 1).flatten(dim, dim + 1)
     check_every_slice(InTurns(Whole(stored), dim), torch.cat(halves, dim=dim))
+
+
+def test_queries_of_messages_are_those_of_each_layer_side_by_side():
+    outer, between = torch.randn(6, 5), torch.randn(6, 5)
+    each = zip(outer[0::2], between[0::2], between[1::2], outer[1::2], strict=True)
+    check_every_slice(_of_messages(Whole(outer), Whole(between)), torch.stack([torch.stack(rows) for rows in each]))
 
 
 def test_joined_tensors_are_read_as_one():
