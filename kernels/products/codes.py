@@ -264,6 +264,22 @@ def side_by_side(parts: Sequence[Codes]) -> Codes | None:
     return _joined(parts, lambda tensors, name: _cat(tensors, -1 if name == "factor" else -2))
 
 
+def every_other_row(codes: Codes, first: int) -> Codes | None:
+    """Rows `first`, `first` + 2 and so on. None: rows share scales."""
+    rows = codes.codes.shape[-2]
+    tensors = {name: getattr(codes, name) for name in TENSORS}
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    dims = {name: -1 if name == "factor" else -2 for name in there}
+    if any(tensor.shape[dims[name]] != rows for name, tensor in there.items()):
+        return None
+    places = torch.arange(first, rows, 2, device=codes.codes.device)
+    return replace(codes, **{name: _taken(tensor, dims[name], places) for name, tensor in there.items()})
+
+
+def _taken(tensor: Tensor, dim: int, places: Tensor) -> Tensor:
+    return as_bytes(tensor).index_select(dim, places).view(tensor.dtype)
+
+
 def stacked(parts: Sequence[Codes]) -> Codes | None:
     """One for each expert. None: they are not packed alike."""
     alike = {(*part.likeness(), *_kinds_of_scales(part), part.scale.shape) for part in parts}

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from ...errors import CorruptCheckpoint, UnsupportedModel
-from ...kernels.products.codes import CodeKind, Codes, side_by_side, stacked
+from ...kernels.products.codes import CodeKind, Codes, every_other_row, side_by_side, stacked
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
 from ..checkpoint.packed.formats import PLAIN, USED_ELSEWHERE, Packed
@@ -212,18 +212,29 @@ class InTurns:
         if dim != self.turn_dim:
             both = self.stored.read(dim, start, stop).unflatten(self.turn_dim, (-1, 2))
             return torch.cat(both.unbind(self.turn_dim + 1), dim=self.turn_dim)
-        half = self.shape[dim] // 2
-        stop = 2 * half if stop is None else stop
-        pieces = []
-        for of_half in range(2):
-            first, last = max(start - of_half * half, 0), min(stop - of_half * half, half)
-            if first < last:
-                pairs = self.stored.read(dim, 2 * first, 2 * last)
-                pieces.append(pairs.unflatten(dim, (-1, 2)).select(dim + 1, of_half))
+        pieces = [
+            self.stored.read(dim, *pairs).unflatten(dim, (-1, 2)).select(dim + 1, half)
+            for half, pairs in self._pairs(start, stop)
+        ]
         return torch.cat(pieces, dim=dim) if pieces else self.stored.read(dim, 0, 0)
 
     def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
-        return None
+        if self.turn_dim != len(self.shape) - 2:  # along inputs, whose scales are of several
+            return None
+        if dim != self.turn_dim:
+            both = [(half, self.stored.codes(dim, start, stop)) for half in range(2)]
+        else:
+            both = [(half, self.stored.codes(dim, *pairs)) for half, pairs in self._pairs(start, stop)]
+        return all_of([None if codes is None else every_other_row(codes, half) for half, codes in both], side_by_side)
+
+    def _pairs(self, start: int, stop: int | None) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Which half elements [start, stop) are of, and from where to where the pairs are stored that they are in."""
+        half = self.shape[self.turn_dim] // 2
+        stop = 2 * half if stop is None else stop
+        for n in range(2):
+            first, last = max(start - n * half, 0), min(stop - n * half, half)
+            if first < last:
+                yield n, (2 * first, 2 * last)
 
 
 def all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
+from intarsia.deploy.proof.copy import make_copy
 from intarsia.errors import CorruptCheckpoint
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models, packing
@@ -431,6 +433,34 @@ def test_a_release_gives_every_rank_the_share_of_its_plain_twin(
             torch.testing.assert_close(
                 found[parameter], numbers, rtol=0, atol=0, msg=f"{parameter} of rank {rank} of {size}"
             )
+
+
+EXPERTS_OF_INKLING = re.compile(r".*\.mlp\.experts\.w(13|2)_weight")
+
+
+def test_experts_of_inkling_2_are_read_whose_gate_and_up_take_turns(tmp_path: Path):
+    """As Inkling-2-Small-MXFP8 has them: all of a layer in one tensor, and their scales in another."""
+    folders = tmp_path / "packed", tmp_path / "plain"
+    for folder in folders:
+        make_copy(CONFIG_MAPPING["inkling2_text"](), folder, seed=0)
+        stored = load_file(folder / "model.safetensors")
+        for name in filter(EXPERTS_OF_INKLING.fullmatch, list(stored)):
+            each, plain = zip(*map(packing.mxfp8, stored[name]), strict=True)
+            stored[name] = torch.stack(plain)
+            if folder == folders[0]:
+                stored[name] = torch.stack([tensors["weight"] for tensors in each])
+                stored[f"{name}_scale"] = torch.stack([tensors["weight_scale"] for tensors in each])
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    weights = Checkpoint(folders[0]).packed.weights
+    assert weights and all(EXPERTS_OF_INKLING.fullmatch(name) for name in weights)
+    for rank, size in ((0, 1), (1, 2)):
+        found, wanted = share(folders[0], rank, size), share(folders[1], rank, size)
+        assert found.keys() == wanted.keys()
+        for parameter, numbers in wanted.items():
+            torch.testing.assert_close(found[parameter], numbers, rtol=0, atol=0, msg=parameter)
 
 
 def test_a_scheme_that_only_the_text_config_has_is_read(source_of: Callable[[str], Path], tmp_path: Path):

@@ -20,7 +20,7 @@ from .patterns import MOST_PATTERNS, REGULAR, Budget, Patterns
 CONFIG_FILES = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Of modelopt, old GPTQ and old AWQ: beside a config.json that says nothing."""
 
-METHODS = "fp8", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "mxfp4", "torchao"
+METHODS = "fp8", "mxfp8", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "mxfp4", "torchao"
 MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -361,8 +361,8 @@ def _torchao(place: str, said: Mapping[str, Any], budget: Budget) -> Description
 
 
 _READERS = {
-    "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq,
-    "gptq": _gptq, "auto-round": _auto_round, "torchao": _torchao,
+    "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+    "awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "torchao": _torchao,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ Suffixes: N rows (outputs)    K columns (inputs)    g columns that share a scale
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,7 +137,8 @@ class _Found:
         return found is not None and (not dtypes or found.dtype in dtypes)
 
     def name(self, suffix: str) -> str:
-        return f"{self.module}.{suffix}"
+        found = self.tensors.get(suffix)
+        return f"{self.module}.{suffix}" if found is None else found.name
 
     def shape(self, suffix: str) -> tuple[int, ...]:
         return self.tensors[suffix].shape
@@ -446,6 +448,9 @@ def _cannot(found: _Found, suffix: str, what: str, why: str | None = None) -> Un
     )
 
 
+OF_EXPERTS = re.compile(r"(?P<weight>w\d+_weight|(gate_up|gate|up|down)_proj)(?P<rest>_scale(_inv)?)?")
+"""Weights of all experts of a layer, and their scales."""
+
 CODES = "weight", "weight_packed", "qweight", "_weight_qdata"
 ONLY_OF_TOOLS = {"_data": "optimum-quanto", "W_q": "HQQ"}
 MOST_EXPERTS = 2**14
@@ -487,6 +492,8 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
     taken: set[str] = set()
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
+        if named := OF_EXPERTS.fullmatch(suffix):  # a parameter of a module that has several
+            module, suffix = f"{module}.{named['weight']}", f"weight{named['rest'] or ''}"
         if suffix.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
             blocks = _blocks(name.removesuffix("_blocks"), tensors, folder)
             weights[blocks.name] = blocks
@@ -501,7 +508,7 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
             weights[packed.name] = packed
             taken |= {part.name for part in packed.parts.values()}
             unused = USED_ELSEWHERE | UNUSED.get(packed.format, frozenset())
-            taken |= {f"{module}.{suffix}" for suffix in own if suffix in unused}
+            taken |= {tensor.name for suffix, tensor in own.items() if suffix in unused}
     return PackedTensors(weights, frozenset(taken))
 
 
@@ -531,7 +538,7 @@ def _packed(
     packed = _first_that_fits(_Found(module, one, description, folder))
     if packed is None:
         return None
-    return replace(packed, experts=experts, stacked=frozenset(f"{module}.{suffix}" for suffix in stacked))
+    return replace(packed, experts=experts, stacked=frozenset(own[suffix].name for suffix in stacked))
 
 
 def _first_that_fits(found: _Found) -> Packed | None:
