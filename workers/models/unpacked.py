@@ -161,10 +161,12 @@ class _Reading:
             codes = replace(codes, zero=self._zero())
         if packed.format == "int8" and codes.zero is not None:  # without their signs, as zero points have none
             codes = replace(codes, kind=CodeKind.UINT8, codes=codes.codes ^ 0x80)
-        for role in ("factor", "divisor"):
-            if role in self._stored:
-                factor = self._stored[role].float().expand(self._rows, 1).flatten().contiguous()
-                codes = replace(codes, factor=factor, divides=role == "divisor")
+        global_ = {role: self._stored[role].float() for role in ("factor", "divisor") if role in self._stored}
+        if len(global_) == 2:
+            global_ = {"factor": global_["factor"] / global_["divisor"]}
+        for role, number in global_.items():
+            factor = number.expand(self._rows, 1).flatten().contiguous()
+            codes = replace(codes, factor=factor, divides=role == "divisor")
         return codes if "group_of" not in self._stored else self._in_order(codes)
 
     @property

@@ -438,26 +438,47 @@ def test_a_release_gives_every_rank_the_share_of_its_plain_twin(
 EXPERTS_OF_INKLING = re.compile(r".*\.mlp\.experts\.w(13|2)_weight")
 
 
-def test_experts_of_inkling_2_are_read_whose_gate_and_up_take_turns(tmp_path: Path):
-    """As Inkling-2-Small-MXFP8 has them: all of a layer in one tensor, and their scales in another."""
-    folders = tmp_path / "packed", tmp_path / "plain"
+def mxfp8_of_experts(name: str, experts: Tensor) -> tuple[Tensors, Tensor]:
+    each, plain = zip(*map(packing.mxfp8, experts), strict=True)
+    scale = torch.stack([tensors["weight_scale"] for tensors in each])
+    return {name: torch.stack([tensors["weight"] for tensors in each]), f"{name}_scale": scale}, torch.stack(plain)
+
+
+def nvfp4_of_experts(name: str, experts: Tensor) -> tuple[Tensors, Tensor]:
+    """The scale of an expert is a quotient of two numbers, of which one is the same for all."""
+    each, plain = zip(*map(nvfp4, experts), strict=True)
+    codes, scale, whole = (torch.stack([tensors[f"weight{x}"] for tensors in each]) for x in ("", "_scale", "_scale_2"))
+    denominator = torch.tensor(2048.0)
+    beside = {"_scale": scale, "_amax": whole.flatten() * denominator, "_outer_scale_denominator": denominator}
+    return {name: codes} | {name + suffix: tensor for suffix, tensor in beside.items()}, torch.stack(plain)
+
+
+@pytest.mark.parametrize(
+    "family, said, pack",
+    [
+        ("inkling2_text", {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8_of_experts),
+        ("inkling2_loop_text", {"quant_method": "fp8"}, mxfp8_of_experts),
+        ("inkling2_loop_text", {}, nvfp4_of_experts),
+    ],
+)
+def test_experts_of_inkling_2_are_read_whose_gate_and_up_take_turns(
+    family: str, said: Mapping[str, Any], pack: Callable[[str, Tensor], tuple[Tensors, Tensor]], tmp_path: Path
+):
+    """As Inkling-2-Small-MXFP8 and Inkling-2-Mini have them: all of a layer in one tensor, and their scales beside."""
+    packed, plain = folders = tmp_path / "packed", tmp_path / "plain"
     for folder in folders:
-        make_copy(CONFIG_MAPPING["inkling2_text"](), folder, seed=0)
+        make_copy(CONFIG_MAPPING[family](), folder, seed=0)
         stored = load_file(folder / "model.safetensors")
         for name in filter(EXPERTS_OF_INKLING.fullmatch, list(stored)):
-            each, plain = zip(*map(packing.mxfp8, stored[name]), strict=True)
-            stored[name] = torch.stack(plain)
-            if folder == folders[0]:
-                stored[name] = torch.stack([tensors["weight"] for tensors in each])
-                stored[f"{name}_scale"] = torch.stack([tensors["weight_scale"] for tensors in each])
+            tensors, numbers = pack(name, stored[name])
+            stored |= tensors if folder == packed else {name: numbers}
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folders[0] / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    (folders[0] / "config.json").write_text(json.dumps(config))
-    weights = Checkpoint(folders[0]).packed.weights
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": dict(said)}))
+    weights = Checkpoint(packed).packed.weights
     assert weights and all(EXPERTS_OF_INKLING.fullmatch(name) for name in weights)
     for rank, size in ((0, 1), (1, 2)):
-        found, wanted = share(folders[0], rank, size), share(folders[1], rank, size)
+        found, wanted = share(packed, rank, size), share(plain, rank, size)
         assert found.keys() == wanted.keys()
         for parameter, numbers in wanted.items():
             torch.testing.assert_close(found[parameter], numbers, rtol=0, atol=0, msg=parameter)

@@ -272,11 +272,14 @@ def _with(packed: Packed, **parts: Part) -> Packed:
 
 
 def _float4(found: _Found) -> Packed | None:
-    """Pairs of e2m1 in a byte: NVFP4 in both spellings, whose global scales are inverse to each other, and MXFP4."""
+    """Pairs of e2m1 in a byte: MXFP4, and NVFP4 in all spellings, of which one divides by its global scale, one
+    multiplies with it, and one (Inkling 2 Mini) does both."""
     if found.has("weight_packed", ("U8",)):
-        codes, divisor, factor = "weight_packed", "weight_global_scale", None
+        codes, roles = "weight_packed", {"divisor": "weight_global_scale"}
+    elif found.has("weight", ("U8",)) and found.has("weight_amax"):
+        codes, roles = "weight", {"factor": "weight_amax", "divisor": "weight_outer_scale_denominator"}
     elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3 + E8M0)):
-        codes, divisor, factor = "weight", None, "weight_scale_2"
+        codes, roles = "weight", {"factor": "weight_scale_2"}
     elif found.has("weight", ("U8", "I8")) and found.has("scale", E8M0):
         return _nibbles(found, "mxfp4", "weight", "scale")
     else:
@@ -285,12 +288,11 @@ def _float4(found: _Found) -> Packed | None:
     if scale.dtype not in E4M3:
         return _nibbles(found, "mxfp4", codes, "weight_scale")
     packed = _nibbles(found, "nvfp4", codes, "weight_scale", _nvfp4_group(found, codes))
-    role, suffix = ("divisor", divisor) if divisor is not None else ("factor", factor)
-    assert suffix is not None
-    found.need(suffix, ("F32",), "NVFP4")
-    if math.prod(found.shape(suffix)) != 1:
-        raise found.wrong(suffix, "one number", "NVFP4")
-    return _with(packed, **{role: Part(found.name(suffix))})
+    for suffix in roles.values():
+        found.need(suffix, ("F32",), "NVFP4")
+        if math.prod(found.shape(suffix)) != 1:
+            raise found.wrong(suffix, "one number", "NVFP4")
+    return _with(packed, **{role: Part(found.name(suffix)) for role, suffix in roles.items()})
 
 
 def _nvfp4_group(found: _Found, codes: str) -> int:
@@ -448,7 +450,9 @@ def _cannot(found: _Found, suffix: str, what: str, why: str | None = None) -> Un
     )
 
 
-OF_EXPERTS = re.compile(r"(?P<weight>w\d+_weight|(gate_up|gate|up|down)_proj)(?P<rest>_scale(_inv)?)?")
+OF_EXPERTS = re.compile(
+    r"(?P<weight>w\d+_weight|(gate_up|gate|up|down)_proj)(?P<rest>_scale(_inv)?|_amax|_outer_scale_denominator)?"
+)
 """Weights of all experts of a layer, and their scales."""
 
 CODES = "weight", "weight_packed", "qweight", "_weight_qdata"
