@@ -304,9 +304,9 @@ class Inkling2Attention(OwnAttention):
         of_keys = hidden_states if key_hidden_states is None else key_hidden_states
         of_values = hidden_states if value_hidden_states is None else value_hidden_states
         q_THD = module.q_proj(hidden_states, positions)[0].transpose(0, 1)
-        pass_ = {"cache_offset": given.get("cache_offset", 0)}  # by how much this pass through the layer is another
-        k_TKD = module.k_proj(of_keys, **pass_)[0].transpose(0, 1)
-        v_TKD = module.v_proj(of_values, **pass_)[0].transpose(0, 1)
+        own_pass = {"cache_offset": given.get("cache_offset", 0)}  # each pass through the layer is another layer
+        k_TKD = module.k_proj(of_keys, **own_pass)[0].transpose(0, 1)
+        v_TKD = module.v_proj(of_values, **own_pass)[0].transpose(0, 1)
         bias = module.relative_position_bias
         mixtures_1THR = bias.linear(hidden_states).unflatten(-1, (-1, len(bias.proj)))
         mixtures_THR = bias.norm(mixtures_1THR, positions)[0]
