@@ -19,3 +19,10 @@ class Biases(NamedTuple):
     def of(self, tokens: Any) -> Tensor:
         """[..,H,E] float32, of some of the packed tokens."""
         return self.mixtures_THR[tokens].float() @ self.profiles_RE.float()
+
+
+def sinks_of(sinks_H: Tensor | None, biases: Biases | None, tokens: Any) -> Tensor | None:
+    """Float32, of some of the packed tokens, [..,H], or [H] where a layer has the same for all."""
+    if sinks_H is not None:
+        return sinks_H.float()
+    return None if biases is None or biases.sinks_TH is None else biases.sinks_TH[tokens].float()

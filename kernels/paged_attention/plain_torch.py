@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..transfer import Transfer
+from .biases import sinks_of
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload, values_of
 
@@ -369,7 +370,7 @@ def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, tile: Tile) 
 def _sinks(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor | None:
     """[N,K,G,M,1], or the same of all rows and queries."""
     rows, kv_heads, group, queries, _ = shape
-    sinks = params.sinks_of(tile.tokens)
+    sinks = sinks_of(params.sinks, params.biases, tile.tokens)
     if sinks is None or sinks.dim() == 1:
         return None if sinks is None else sinks.view(kv_heads, group, 1, 1)
     return sinks.view(rows, queries, kv_heads, group, 1).permute(0, 2, 3, 1, 4)

@@ -45,14 +45,6 @@ class LayerParams:
     slopes: Tensor | None = None
     biases: Biases | None = None
 
-    def sinks_of(self, tokens: Any) -> Tensor | None:
-        """Float32, of some of the packed tokens, [..,H], or [H] where they are the same for all."""
-        if self.sinks is not None:
-            return self.sinks.float()
-        if self.biases is None or self.biases.sinks_TH is None:
-            return None
-        return self.biases.sinks_TH[tokens].float()
-
 
 def values_of(kv: Tensor, key_dim: int, params: LayerParams) -> Tensor:
     """The values among the last axis of what pages hold: behind the keys, or the beginning of a latent."""

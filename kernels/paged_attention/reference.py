@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transfer import Transfer
+from .biases import sinks_of
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, values_of
 
@@ -61,7 +62,8 @@ class ReferenceBackend:
                 kv_LKC = torch.stack([kv_view[_place(batch, row, key)] for key in seen])
                 far_L = position - torch.tensor(seen, device=q_THD.device)
                 bias_HL = self._bias(far_L, token, params)
-                out_THD[token] = self._one_query(q_THD[token], kv_LKC, bias_HL, params.sinks_of(token), params)
+                sinks_H = sinks_of(params.sinks, params.biases, token)
+                out_THD[token] = self._one_query(q_THD[token], kv_LKC, bias_HL, sinks_H, params)
                 token += 1
 
     def _bias(self, far_L: Tensor, token: int, params: LayerParams) -> Tensor | None:

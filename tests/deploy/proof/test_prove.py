@@ -13,6 +13,7 @@ from intarsia.deploy.proof.prove import prove
 from intarsia.deploy.proof.sweep import LACKING
 from intarsia.deploy.proof.verdict import Verdict, remember, remembered
 from intarsia.errors import UnsupportedModel
+from intarsia.workers.known_families import REFUSED
 from intarsia.workers.layers import adapters
 
 RIGHT = (
@@ -71,7 +72,8 @@ def test_a_model_that_runs_with_its_encoder_is_not_proven(tmp_path: Path):
     assert not verdict.is_right and "which a proof leaves out" in str(verdict.reason)
 
 
-def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
+def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(REFUSED, "unlimited_ocr")  # of which more is known
     verdict = prove(folder_of("unlimited_ocr", tmp_path), (1,))
     assert not verdict.is_right
     assert "layers of kind 'reference_sliding_attention'; known are" in str(verdict.reason)
