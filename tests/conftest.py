@@ -142,7 +142,11 @@ def worker_pair(ray_cluster: None, loop: Loop) -> Iterator[Any]:
 
 @pytest.fixture
 def two_workers(worker_pair: Any, loop: Loop, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A real group of two tensor-parallel workers. Tests load what they need into it, one after another."""
+    """A real group of two tensor-parallel workers. Tests load what they need into it, one after another. Those of
+    another file may come much later, and find workers that meet anew."""
+    if worker_pair.__dict__.setdefault("used_in", request.path) != request.path:
+        worker_pair.used_in = request.path
+        loop.run(meet_anew(worker_pair))
     yield worker_pair
     if request.node.stash[FAILED]:  # and may have left them apart: the next test has another fault to find
         loop.run(meet_anew(worker_pair))
