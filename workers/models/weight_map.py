@@ -212,29 +212,25 @@ class InTurns:
         if dim != self.turn_dim:
             both = self.stored.read(dim, start, stop).unflatten(self.turn_dim, (-1, 2))
             return torch.cat(both.unbind(self.turn_dim + 1), dim=self.turn_dim)
-        pieces = [
-            self.stored.read(dim, *pairs).unflatten(dim, (-1, 2)).select(dim + 1, half)
-            for half, pairs in self._pairs(start, stop)
-        ]
+        pairs = self._pairs(start, stop)
+        stored = {each: self.stored.read(dim, *each).unflatten(dim, (-1, 2)) for each in set(pairs.values())}
+        pieces = [stored[each].select(dim + 1, half) for half, each in pairs.items()]
         return torch.cat(pieces, dim=dim) if pieces else self.stored.read(dim, 0, 0)
 
     def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
         if self.turn_dim != len(self.shape) - 2:  # along inputs, whose scales are of several
             return None
-        if dim != self.turn_dim:
-            both = [(half, self.stored.codes(dim, start, stop)) for half in range(2)]
-        else:
-            both = [(half, self.stored.codes(dim, *pairs)) for half, pairs in self._pairs(start, stop)]
+        slices = dict.fromkeys(range(2), (start, stop)) if dim != self.turn_dim else self._pairs(start, stop)
+        stored = {each: self.stored.codes(dim, *each) for each in set(slices.values())}
+        both = [(half, stored[each]) for half, each in slices.items()]
         return all_of([None if codes is None else every_other_row(codes, half) for half, codes in both], side_by_side)
 
-    def _pairs(self, start: int, stop: int | None) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Which half elements [start, stop) are of, and from where to where the pairs are stored that they are in."""
+    def _pairs(self, start: int, stop: int | None) -> dict[int, tuple[int, int]]:
+        """By half that elements [start, stop) are of: from where to where the pairs are stored that they are in."""
         half = self.shape[self.turn_dim] // 2
         stop = 2 * half if stop is None else stop
-        for n in range(2):
-            first, last = max(start - n * half, 0), min(stop - n * half, half)
-            if first < last:
-                yield n, (2 * first, 2 * last)
+        ranges = {n: (max(start - n * half, 0), min(stop - n * half, half)) for n in range(2)}
+        return {n: (2 * first, 2 * last) for n, (first, last) in ranges.items() if first < last}
 
 
 def all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
