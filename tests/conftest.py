@@ -25,10 +25,19 @@ START_NONE = tuple(
 )
 
 
+PART_OF_THE_GATE = {
+    "test_tokens_equal_the_oracle_on_two_workers", "test_log_probabilities_equal_the_oracles",
+    "test_the_table_says_of_a_family_what_is_observed",
+}  # fmt: skip
+"""Of the tests that each family goes through, those that are not slow for the families of `models.NEWER`."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
     here = Path(__file__).parent
     for item in items:
+        if getattr(item, "originalname", "") not in PART_OF_THE_GATE and _is_newer(_param(item, "family")):
+            item.add_marker(pytest.mark.slow)
         fixtures = getattr(item, "fixturenames", ())
         place, family = item.path.relative_to(here).as_posix(), _family_of(item)
         starts_servers = place.startswith(START_SERVERS) and not place.startswith(START_NONE)
@@ -40,9 +49,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _family_of(item: pytest.Item) -> str | None:
     """Of a test that takes a tiny checkpoint of some family."""
+    family = _param(item, "family")
+    return family if "tiny" in getattr(item, "fixturenames", ()) and isinstance(family, str) else None
+
+
+def _param(item: pytest.Item, name: str) -> Any:
     asked = getattr(item, "callspec", None)
-    family = asked.params.get("family") if asked is not None and "tiny" in getattr(item, "fixturenames", ()) else None
-    return family if isinstance(family, str) else None
+    return asked.params.get(name) if asked is not None else None
+
+
+def _is_newer(family: Any) -> bool:
+    if not isinstance(family, str):
+        return False
+    from intarsia.tests.models import NEWER
+
+    return family in NEWER
 
 
 @dataclass(frozen=True)

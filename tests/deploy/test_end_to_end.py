@@ -36,6 +36,7 @@ from intarsia.kvcache.events import Cleared, Stored
 from intarsia.proto.request import RequestOptions
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
+from intarsia.tests.tiny_configs import IMAGE, VOCAB
 
 STREAMS = 64
 DISCONNECTS = 20
@@ -84,10 +85,9 @@ def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(se
     print(f"seed {seed}")
     rng = random.Random(seed)
     # Half of the prompts continue a common beginning, so that streams share blocks while others vanish.
-    common = [rng.randrange(models.VOCAB) for _ in range(40)]
+    common = [rng.randrange(VOCAB) for _ in range(40)]
     prompts = [
-        (common[: rng.randint(1, 40)] if n % 2 else [])
-        + [rng.randrange(models.VOCAB) for _ in range(rng.randint(1, 40))]
+        (common[: rng.randint(1, 40)] if n % 2 else []) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
         for n in range(STREAMS)
     ]
     counts = [rng.randint(16, 48) for _ in prompts]
@@ -483,7 +483,7 @@ def test_images_go_through_grpc_to_the_vision_towers_of_two_workers(ray_cluster:
     server, address = loop.run(listen())
     try:
         with Client(address) as client:
-            assert client.model_info().image_token_id == models.IMAGE
+            assert client.model_info().image_token_id == IMAGE
             greedy = SamplingParams(temperature=0, max_tokens=24)
             with ThreadPoolExecutor() as pool:
                 asked = zip(model.prompts, model.images, strict=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from intarsia.tests.local import Completion, asking, complete, make_engine
 from intarsia.tests.models import (
     FAMILIES,
     STATES_ALONE,
-    WINDOW,
     WINDOWED,
     WITH_IMAGES,
     WITH_SHARING,
@@ -30,6 +30,7 @@ from intarsia.tests.models import (
     log_probabilities,
     prompts,
 )
+from intarsia.tests.tiny_configs import WINDOW
 from intarsia.workers.checkpoint.layer_specs import read_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -39,6 +40,14 @@ FEW_BLOCK_SIZES = [pytest.param(1, marks=pytest.mark.slow), 5, pytest.param(16, 
 STRATEGIES = ["layered", "packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("partitioned", "uniform"))]
 LARGE_STATES = {"bamba", "falcon_h1", "granite4", "jamba", "nemotron_h"}
 """Families whose states are so large that `layered` wants blocks of 16 tokens beside them."""
+
+
+UNEQUAL = {"deepseek_v4", "glm5_next"}
+"""Families whose layers have pages of sizes too unequal for `layered`."""
+
+
+def refused_if(is_refused: bool, reason: str) -> AbstractContextManager[Any]:
+    return pytest.raises(InvalidSetting, match=reason) if is_refused else nullcontext()
 
 
 async def check_in_one_batch(model: TinyModel, workers: Any, **settings: Any) -> None:
@@ -104,7 +113,8 @@ def test_tokens_equal_the_oracle_on_one_worker(family: str, scenario: str, block
 def test_tokens_equal_the_oracle_whatever_the_memory_plan(family: str, strategy: str, tiny: Callable):
     block_size = 16 if family in LARGE_STATES else 5
     settings = {"block_size": block_size, "strategy": strategy, "max_prefill_chunk_tokens": 7}
-    asyncio.run(check_in_one_batch(tiny(family), None, **settings))
+    with refused_if(strategy == "layered" and family in UNEQUAL, "layers of like page sizes"):
+        asyncio.run(check_in_one_batch(tiny(family), None, **settings))
 
 
 @pytest.mark.parametrize("block_size", FEW_BLOCK_SIZES)
@@ -140,7 +150,8 @@ def test_tokens_equal_the_oracle_on_two_workers_whatever_the_memory_plan(
 ):
     block_size = 16 if family in LARGE_STATES else 5
     settings = {"block_size": block_size, "strategy": strategy, "max_prefill_chunk_tokens": 7}
-    loop.run(check_in_one_batch(tiny(family), two_workers, **settings))
+    with refused_if(strategy == "layered" and family in UNEQUAL, "layers of like page sizes"):
+        loop.run(check_in_one_batch(tiny(family), two_workers, **settings))
 
 
 @pytest.mark.slow
@@ -151,14 +162,9 @@ def test_tokens_equal_the_oracle_on_more_workers_than_kv_heads(ray_cluster: None
     four_workers: Any = loop.run(WorkerGroup.create(4))
     try:
         for family in FAMILIES:
-            work = check_in_one_batch(tiny(family), four_workers, block_size=5, max_prefill_chunk_tokens=7)
-            if family in {"qwen3_next", "qwen3_5", "qwen3_5_moe"}:
-                with pytest.raises(
-                    InvalidSetting, match="size 4 does not divide the 2 key heads of states of the model"
-                ):
-                    loop.run(work)
-            else:
-                loop.run(work)
+            few = family in {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+            with refused_if(few, "size 4 does not divide the 2 key heads of states of the model"):
+                loop.run(check_in_one_batch(tiny(family), four_workers, block_size=5, max_prefill_chunk_tokens=7))
     finally:
         loop.run(four_workers.close())
 
@@ -238,7 +244,7 @@ def test_ignoring_the_window_changes_the_oracle_tokens(family: str, tiny: Callab
         assert blind != expected, f"a prompt of {len(prompt)} tokens does not tell whether the window is honoured"
 
 
-@pytest.mark.parametrize("family", sorted(WINDOWED))
+@pytest.mark.parametrize("family", sorted(WINDOWED - {"deepseek_v4"}))  # whose windows are parts of layers
 def test_an_engine_that_ignores_the_window_fails_the_gate(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

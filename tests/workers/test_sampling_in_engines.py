@@ -13,6 +13,7 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, asking, complete, make_engine
+from intarsia.tests.tiny_configs import VOCAB
 
 WANTED = SamplingParams(
     temperature=0,
@@ -21,7 +22,7 @@ WANTED = SamplingParams(
     frequency_penalty=0.4,
     repetition_penalty=1.3,
     logit_bias={7: 2.0, 11: -3.0},
-    stop_token_ids=tuple(range(0, models.VOCAB, 2)),
+    stop_token_ids=tuple(range(0, VOCAB, 2)),
     min_tokens=20,
 )
 

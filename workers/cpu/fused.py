@@ -139,7 +139,8 @@ def _take_mlp(operations: Operations, module: nn.Module) -> bool:
         if named is None:
             return False
         activation = named
-    products = [getattr(module, kind.gate), getattr(module, kind.up)]
+    names = (kind.merged,) if kind.merged else (kind.gate, kind.up)
+    products = [getattr(module, name) for name in names]
     if not _are_linear(products):
         return False
     _become(
@@ -161,21 +162,26 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
     if kind is None:
         return False
     # Only what lies in this process as plain products can be merged into one.
-    projections = [getattr(module, name) for name in PROJECTIONS]
+    projections = [getattr(module, name) for name in ((kind.merged,) if kind.merged else PROJECTIONS)]
     if not _are_linear(projections):
         return False
     dtype = projections[0].weight.dtype
     if kind.angles_are_float32 and dtype != torch.float32 and not operations.ANGLES_OF_ANY_DTYPE:
         return False
     norms: tuple[Norm | None, Norm | None] = (None, None)
-    if kind.norms is not None:
+    if kind.norms is not None and hasattr(module, kind.norms[0]):
         query_norm, key_norm = (_norm_of(getattr(module, name)) for name in kind.norms)
         # One call norms both, so neither may be over several ranks and both must be of one kind.
         if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
             return False
         norms = query_norm, key_norm
     # Of a rank that holds a slice, the heads of that slice.
-    heads, kv_heads = (len(projection.weight) // module.head_dim for projection in projections[:2])
+    heads, kv_heads = (len(projection.weight) // module.head_dim for projection in (*projections, *projections)[:2])
+    if kind.merged:
+        kv_heads, rest = divmod(heads, module.num_key_value_groups + 2)
+        if rest:  # of a rank that shares a key-value head with others
+            return False
+        heads = kv_heads * module.num_key_value_groups
     rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
     parts = Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations)
     writes = operations is on_gpu and parts.changes_anything

@@ -6,6 +6,7 @@ not named runs as it is written.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple
 
 from ...kernels.tokenwise import Activation, Rotary
@@ -26,20 +27,26 @@ NORMS: dict[str, NormKind] = {
     **dict.fromkeys(
         (
             "BailingHybridRMSNorm", "BambaRMSNorm", "DeepseekV32RMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm",
-            "FalconH1RMSNorm", "GlmMoeDsaRMSNorm", "GraniteMoeHybridRMSNorm", "JambaRMSNorm", "KimiLinearRMSNorm",
-            "Lfm2MoeRMSNorm", "Lfm2RMSNorm", "Llama4TextRMSNorm", "LlamaRMSNorm", "MambaRMSNorm", "MiniMaxRMSNorm",
-            "Ministral3RMSNorm", "MinistralRMSNorm", "MistralRMSNorm", "MllamaTextRMSNorm", "Qwen3RMSNorm",
-            "SmolLM3RMSNorm", "Zamba2RMSNorm", "ZayaRMSNorm",
+            "FalconH1RMSNorm", "Glm4MoeRMSNorm", "Glm5NextTextRMSNorm", "GlmMoeDsaRMSNorm",
+            "GraniteMoeHybridRMSNorm", "JambaRMSNorm", "KimiLinearRMSNorm", "Lfm2MoeRMSNorm", "Lfm2RMSNorm",
+            "Lfm3RMSNorm", "Llama4TextRMSNorm", "LlamaRMSNorm", "MambaRMSNorm", "MiMoV2FlashRMSNorm",
+            "MiniMaxM2RMSNorm", "MiniMaxRMSNorm", "Ministral3RMSNorm", "MinistralRMSNorm", "Mistral4RMSNorm",
+            "MistralLarge4RMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "MllamaTextRMSNorm", "Phi3RMSNorm",
+            "Qwen2RMSNorm", "Qwen3MoeRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "Zamba2RMSNorm", "ZayaRMSNorm",
         ),
         LLAMA_NORM,
     ),
     **dict.fromkeys(
-        ("Gemma3nRMSNorm", "Gemma4RMSNorm", "GptOssRMSNorm", "NemotronHRMSNorm", "Olmo3RMSNorm"), FLOAT_NORM
+        (
+            "AfmoeRMSNorm", "DeepseekV4RMSNorm", "Gemma3nRMSNorm", "Gemma4RMSNorm", "GptOssRMSNorm",
+            "MuseGlimmerRMSNorm", "NemotronHRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm", "OlmoHybridRMSNorm",
+        ),
+        FLOAT_NORM,
     ),
     **dict.fromkeys(
         (
-            "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm",
-            "RecurrentGemmaRMSNorm",
+            "Gemma2RMSNorm", "Gemma3RMSNorm", "MiniMaxM3VLRMSNorm", "MuseGlimmerTextCenteredRMSNorm",
+            "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm", "RecurrentGemmaRMSNorm", "Step3p7RMSNorm",
         ),
         GEMMA_NORM,
     ),
@@ -62,22 +69,27 @@ class GatedMLP(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     activation: str | None = "act_fn"  # None: always SiLU
+    merged: str | None = None  # gate and up in one product, where they are
     is_plain: Callable[[Any], bool] = lambda module: True  # whether this one does nothing else
 
 
 GATED_MLPS: dict[str, GatedMLP] = {
     **dict.fromkeys(
         (
-            "BailingHybridMLP", "BambaMLP", "Cohere2MLP", "DeepseekV32MLP", "DeepseekV3MLP", "Exaone4MLP",
-            "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP", "GlmMoeDsaMLP", "JambaMLP", "KimiLinearMLP", "LlamaMLP",
-            "Ministral3MLP", "MinistralMLP", "MistralMLP", "MllamaTextMLP", "Olmo3MLP", "Qwen3MLP", "Qwen3NextMLP",
-            "Qwen3_5MLP", "Qwen3_5MoeMLP", "RecurrentGemmaMlp", "SmolLM3MLP",
+            "AfmoeMLP", "BailingHybridMLP", "BambaMLP", "Cohere2MLP", "DeepseekV32MLP", "DeepseekV3MLP",
+            "Exaone4MLP", "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP", "Glm4MoeMLP", "GlmMoeDsaMLP", "JambaMLP",
+            "KimiLinearMLP", "LlamaMLP", "MiMoV2FlashMLP", "Ministral3MLP", "MinistralMLP", "Mistral4MLP",
+            "MistralLarge4TextMLP", "MistralMLP", "MllamaTextMLP", "MuseGlimmerTextMLP", "Olmo2MLP", "Olmo3MLP",
+            "OlmoHybridMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP",
+            "RecurrentGemmaMlp", "SmolLM3MLP",
         ),
         GatedMLP(),
     ),
     "Gemma3nTextMLP": GatedMLP(is_plain=lambda mlp: mlp.activation_sparsity == 0),  # the others drop small gates
     "Llama4TextMLP": GatedMLP(activation="activation_fn"),
-    **dict.fromkeys(("Lfm2MLP", "Lfm2MoeMLP"), GatedMLP("w1", "w3", "w2", activation=None)),
+    "Step3p7MLP": GatedMLP(is_plain=lambda mlp: mlp.limit == inf),  # in some layers what it computes is clamped
+    "Phi3MLP": GatedMLP(merged="gate_up_proj", activation="activation_fn"),
+    **dict.fromkeys(("Lfm2MLP", "Lfm2MoeMLP", "Lfm3MLP"), GatedMLP("w1", "w3", "w2", activation=None)),
 }  # fmt: skip
 """Class of a gated MLP -> its parts."""
 
@@ -89,8 +101,9 @@ class AttentionKind(NamedTuple):
     angles_per_head: int = 1  # how often a cosine is used in a head; 2 where both halves share theirs
     rotates: Callable[[Any], bool] = lambda module: True  # whether this layer does, if it is given angles
     angles_are_float32: bool = False  # in a model of any dtype; our call has both in one
-    norms: tuple[str, str] | None = None  # of queries and of keys
+    norms: tuple[str, str] | None = None  # of queries and of keys, where the layer has them
     out: str = "o_proj"
+    merged: str | None = None  # queries, keys and values in one product, where they are
 
 
 QK_NORMS = "q_norm", "k_norm"
@@ -100,11 +113,18 @@ ATTENTIONS: dict[str, AttentionKind] = {
     **dict.fromkeys(
         (
             "BambaAttention", "Gemma2Attention", "GraniteMoeHybridAttention", "LlamaAttention", "MiniMaxAttention",
-            "MinistralAttention", "MistralAttention", "MllamaTextSelfAttention",
+            "MinistralAttention", "MistralAttention", "MixtralAttention", "MllamaTextSelfAttention", "Qwen2Attention",
         ),
         AttentionKind(),
     ),
-    **dict.fromkeys(("Gemma3Attention", "Qwen3Attention"), AttentionKind(norms=QK_NORMS)),
+    "Phi3Attention": AttentionKind(merged="qkv_proj"),
+    **dict.fromkeys(
+        (
+            "Gemma3Attention", "Glm4MoeAttention", "MiniMaxM2Attention", "MiniMaxM3VLAttention", "Qwen3Attention",
+            "Qwen3MoeAttention",
+        ),
+        AttentionKind(norms=QK_NORMS),
+    ),
     **dict.fromkeys(("JambaAttention", "NemotronHAttention"), AttentionKind(Rotary.NONE)),
     **dict.fromkeys(("Lfm2Attention", "Lfm2MoeAttention"), AttentionKind(norms=QK_LAYERNORMS, out="out_proj")),
     "Cohere2Attention": AttentionKind(Rotary.PAIRS, rotates=lambda layer: layer.sliding_window is not None),
@@ -112,7 +132,10 @@ ATTENTIONS: dict[str, AttentionKind] = {
         norms=QK_NORMS, rotates=lambda layer: layer.sliding_window is None or layer.is_sliding
     ),
     "GptOssAttention": AttentionKind(angles_per_head=2),
-    "Olmo3Attention": AttentionKind(norms=QK_NORMS, angles_are_float32=True),
+    **dict.fromkeys(
+        ("Olmo2Attention", "Olmo3Attention", "OlmoHybridAttention"),
+        AttentionKind(norms=QK_NORMS, angles_are_float32=True),
+    ),
     "SmolLM3Attention": AttentionKind(rotates=lambda layer: bool(layer.use_rope)),
 }  # fmt: skip
 """Class of attention modules -> what they do to queries and keys before our attention."""
@@ -136,21 +159,27 @@ DECODER_LAYERS: dict[str, DecoderLayerKind] = {
     **dict.fromkeys(
         (
             "BailingHybridDecoderLayer", "DeepseekV32DecoderLayer", "DeepseekV3DecoderLayer", "GptOssDecoderLayer",
-            "KimiLinearDecoderLayer", "LlamaDecoderLayer", "Ministral3DecoderLayer", "MinistralDecoderLayer",
-            "MistralDecoderLayer", "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer", "SmolLM3DecoderLayer",
+            "Glm4MoeDecoderLayer", "KimiLinearDecoderLayer", "LlamaDecoderLayer", "MiMoV2FlashDecoderLayer",
+            "MiniMaxM2DecoderLayer", "MiniMaxM3VLDecoderLayer", "Ministral3DecoderLayer", "MinistralDecoderLayer",
+            "Mistral4DecoderLayer", "MistralDecoderLayer", "MixtralDecoderLayer", "MllamaSelfAttentionDecoderLayer",
+            "Phi3DecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer", "SmolLM3DecoderLayer",
+            "Step3p7DecoderLayer",
         ),
         DecoderLayerKind(),
     ),
     **dict.fromkeys(
-        ("Gemma2DecoderLayer", "Gemma3DecoderLayer"),
+        ("Gemma2DecoderLayer", "Gemma3DecoderLayer", "MuseGlimmerTextDecoderLayer"),
         DecoderLayerKind(
             after_mixer="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
             after_mlp="post_feedforward_layernorm",
         ),
     ),
+    "AfmoeDecoderLayer": DecoderLayerKind(
+        after_mixer="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
+    ),
     **dict.fromkeys(
-        ("Exaone4DecoderLayer", "Olmo3DecoderLayer"),
+        ("Exaone4DecoderLayer", "Olmo2DecoderLayer", "Olmo3DecoderLayer", "OlmoHybridAttentionDecoderLayer"),
         DecoderLayerKind(
             before_mixer=None,
             after_mixer="post_attention_layernorm",
@@ -158,6 +187,7 @@ DECODER_LAYERS: dict[str, DecoderLayerKind] = {
             after_mlp="post_feedforward_layernorm",
         ),
     ),
+    "OlmoHybridLinearAttentionDecoderLayer": DecoderLayerKind(mixers=("linear_attn",)),
     **dict.fromkeys(
         ("Qwen3NextDecoderLayer", "Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"),
         DecoderLayerKind(mixers=("linear_attn", "self_attn")),
@@ -180,6 +210,14 @@ DECODER_LAYERS: dict[str, DecoderLayerKind] = {
         DecoderLayerKind(
             mixers=("conv", "self_attn"), before_mixer="operator_norm", mlp="feed_forward", before_mlp="ffn_norm"
         ),
+    ),
+    "Lfm3DecoderLayer": DecoderLayerKind(
+        mixers=("conv", "self_attn"),
+        before_mixer="operator_norm",
+        after_mixer="post_operator_norm",
+        mlp="feed_forward",
+        before_mlp="ffn_norm",
+        after_mlp="post_ffn_norm",
     ),
 }  # fmt: skip
 """Class of a decoder layer -> its parts."""

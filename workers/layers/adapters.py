@@ -123,9 +123,9 @@ def _latent(kind: type[LatentAttention]) -> "Adapter":
     return lambda module, paged: kind(module, paged.attention)
 
 
-def _blocks(module: Any, paged: Paged) -> Callable[..., Any]:
+def _blocks(module: Any, paged: Paged) -> Callable[..., Any] | None:
     if module.indexer is None:  # a layer that attends to all, by the name of our function
-        return module.forward
+        return None
     return BlockChoosingAttention(module, paged.attention, paged.parallel)
 
 
@@ -138,11 +138,11 @@ def _own_way(kind: type[OwnAttention]) -> "Adapter":
     return lambda module, paged: kind(module, paged.attention, paged.parallel)
 
 
-def _first_gpt(module: Any, paged: Paged) -> Callable[..., Any]:
-    return FirstGptAttention(module, paged.attention, paged.parallel) if is_first_gpt(module) else module.forward
+def _first_gpt(module: Any, paged: Paged) -> Callable[..., Any] | None:
+    return FirstGptAttention(module, paged.attention, paged.parallel) if is_first_gpt(module) else None
 
 
-Adapter = Callable[[Any, Paged], Callable[..., Any]]
+Adapter = Callable[[Any, Paged], Callable[..., Any] | None]
 
 ADAPTERS: dict[str, Adapter] = {
     "Attention": _first_gpt,
@@ -158,7 +158,7 @@ ADAPTERS: dict[str, Adapter] = {
     "MllamaCrossAttentionDecoderLayer": _cross,
     "Qwen4ExpTextAttention": lambda module, paged: PooledChoosingAttention(module, paged.attention),
 }
-"""Class of a module -> what makes the forward pass that takes the place of its own."""
+"""Class of a module -> what makes the forward pass that takes the place of its own; None: its own stays."""
 
 
 def bind(model: nn.Module, paged: Paged) -> None:
@@ -176,8 +176,9 @@ def bind(model: nn.Module, paged: Paged) -> None:
         patch_identity_experts(module, paged.parallel)
         patch_head_norms(module, paged.parallel)
         adapter = ADAPTERS.get(type(module).__name__)
-        if adapter is not None:
-            module.forward = adapter(module, paged)
+        forward = adapter(module, paged) if adapter is not None else None
+        if forward is not None:
+            module.forward = forward
 
 
 def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:

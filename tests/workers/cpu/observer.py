@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 OUTPUTS = "o_proj", "out_proj"
 QK_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
-MLP_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj")
 
 
 class Call(NamedTuple):
@@ -121,18 +121,21 @@ def norms_of(weight: Tensor, eps: float) -> list[Norm]:
 
 def mlp_found(name: str, module: Any, seen: Observer) -> Finding | None:
     x, call = seen.tensor_in(module), seen.call(module)
-    names = next((names for names in MLP_NAMES if all(hasattr(module, part) for part in names)), None)
+    is_there = lambda part: isinstance(getattr(module, part, None), nn.Module)  # noqa: E731
+    names = next((names for names in MLP_NAMES if all(map(is_there, names))), None)
     if x is None or call is None or names is None:
         return None
-    gate, up, down = (getattr(module, part) for part in names)
-    both = torch.cat((gate(x), up(x)), dim=-1)
+    *before, down = (getattr(module, part) for part in names)
+    both = torch.cat([product(x) for product in before], dim=-1)
     least = min(error_of(down(native.gate(both, way)), call.value) for way in Activation)
     return Finding(name, FusedMLP, least, lambda ours: error_of(ours(x), call.value))
 
 
 def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
     call, attended = seen.call(module), seen.attended.get(getattr(module, "layer_idx", -1))
-    projections = [getattr(module, part, None) for part in PROJECTIONS]
+    merged = getattr(module, "qkv_proj", None)
+    is_product = isinstance(getattr(merged, "weight", None), Tensor)
+    projections = [merged] if is_product else [getattr(module, part, None) for part in PROJECTIONS]
     if call is None or attended is None or None in projections:
         return None
     hidden, angles = attention_inputs(call)

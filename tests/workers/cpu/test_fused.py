@@ -23,7 +23,8 @@ from intarsia.kernels.tokenwise import triton as on_gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
-from intarsia.tests.models import FAMILIES, granite4, make_checkpoint, prompts_of
+from intarsia.tests.models import FAMILIES, WITH_IMAGES, make_checkpoint, new_model, prompts_of
+from intarsia.tests.tiny_configs import granite4
 from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
 from intarsia.workers.cpu.fused import fuse
@@ -43,7 +44,12 @@ FUSED = {  # attention, MLPs, norms, layers
     "deepseek_v3": (0, 3, 13, 3), "deepseek_v32": (0, 3, 13, 3), "glm_moe_dsa": (0, 4, 17, 0),
     "mistral": (3, 3, 7, 3), "ministral3": (0, 3, 7, 3), "mllama": (2, 4, 13, 2), "lfm2_moe": (1, 1, 9, 4),
     "qwen3_5_moe": (0, 4, 11, 4), "kimi_linear": (0, 4, 10, 4), "ling3": (0, 4, 10, 4),
-    "recurrent_gemma": (0, 6, 13, 0), "mamba": (0, 0, 4, 0), "zaya": (0, 0, 13, 0),
+    "recurrent_gemma": (0, 6, 13, 0), "mamba": (0, 0, 4, 0), "zaya": (0, 0, 13, 0), "qwen2": (4, 4, 9, 4),
+    "qwen3_moe": (3, 1, 7, 3), "mixtral": (3, 0, 7, 3), "phi3": (3, 3, 7, 3), "olmo2": (3, 3, 7, 3),
+    "glm4_moe": (3, 3, 7, 3), "minimax_m2": (3, 0, 7, 3), "minimax_m3": (2, 0, 17, 4), "mimo_v2_flash": (0, 1, 9, 4),
+    "step3p7": (0, 3, 17, 4), "lfm3": (0, 6, 33, 6), "olmo_hybrid": (1, 4, 9, 4), "afmoe": (0, 4, 25, 4),
+    "muse_glimmer": (0, 4, 17, 4), "mistral4": (0, 3, 13, 3), "mistral_large4": (0, 4, 12, 0),
+    "deepseek_v4": (0, 0, 22, 0), "glm5_next": (0, 0, 13, 0),
 }  # fmt: skip
 """Of the tiny checkpoint of each family, in float32. It may grow."""
 
@@ -125,10 +131,10 @@ def test_attention_that_rotates_in_some_configs_only_does_so_when_it_is_given_an
 
 def test_every_class_of_the_table_belongs_to_a_tested_family():
     met = set()
-    for make in FAMILIES.values():
-        auto = AutoModelForImageTextToText if make is FAMILIES["mllama"] else AutoModelForCausalLM
-        with torch.device("meta"):
-            met |= {type(module).__name__ for module in auto.from_config(make()).modules()}
+    for family, make in FAMILIES.items():
+        has_images = family in WITH_IMAGES
+        model = AutoModelForImageTextToText.from_config(make()) if has_images else new_model(make())
+        met |= {type(module).__name__ for module in model.modules()}
     assert {*NORMS, *GATED_MLPS, *ATTENTIONS, *DECODER_LAYERS} <= met
 
 

@@ -13,7 +13,8 @@ from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import Completion, LocalWorkers, asking, complete, make_engine
-from intarsia.tests.models import IMAGE, greedy, load_oracle, picture
+from intarsia.tests.models import greedy, load_oracle, picture
+from intarsia.tests.tiny_configs import IMAGE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = [IMAGE, *range(1, 33)]

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.models import COMMON, greedy, load_oracle, prompts
+from intarsia.tests.models import greedy, load_oracle, prompts
+from intarsia.tests.tiny_configs import COMMON
 
 TRAINED_TOKENS, TOKENS, NEW = 64, 256, 8
 LENGTHS = 20, 120

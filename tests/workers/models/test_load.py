@@ -12,7 +12,7 @@ import torch
 from intarsia.errors import UnsupportedModel
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
-from intarsia.tests import models
+from intarsia.tests import models, tiny_configs
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.models.load import load_model
@@ -31,7 +31,7 @@ def test_text_model_inside_a_multimodal_checkpoint_is_found(tmp_path: Path):
 
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
-        text_config=models.gemma3().to_dict(),
+        text_config=tiny_configs.gemma3().to_dict(),
         vision_config=vision | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
         image_token_index=127,
@@ -47,7 +47,7 @@ def test_vocabulary_that_does_not_divide_among_the_workers_gives_the_same_tokens
 ):
     from transformers import LlamaForCausalLM
 
-    config: Any = models.llama()
+    config: Any = tiny_configs.llama()
     config.vocab_size = 131
     torch.manual_seed(4)
     model = LlamaForCausalLM(config).eval()
@@ -93,7 +93,7 @@ def granite(path: Path) -> Path:
     from transformers import GraniteConfig, GraniteForCausalLM
 
     torch.manual_seed(5)
-    common = {name: value for name, value in models.COMMON.items() if name != "head_dim"}
+    common = {name: value for name, value in tiny_configs.COMMON.items() if name != "head_dim"}
     config = GraniteConfig(**common, num_hidden_layers=3, embedding_multiplier=2.0, residual_multiplier=0.7)
     GraniteForCausalLM(config).save_pretrained(path)
     return path

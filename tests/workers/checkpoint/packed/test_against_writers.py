@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from intarsia.proto.request import SamplingParams
-from intarsia.tests import models, writers
+from intarsia.tests import models, tiny_configs, writers
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import share
 
@@ -76,8 +76,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
         if family not in made:
             few: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-            config: Any = Qwen3MoeConfig(**models.COMMON, **few) if family == "qwen3_moe" else models.gemma3()
-            config.update({**SIZES, "layer_types": [models.S, models.F]} if family == "gemma3" else SIZES)
+            config: Any = (
+                Qwen3MoeConfig(**tiny_configs.COMMON, **few) if family == "qwen3_moe" else tiny_configs.gemma3()
+            )
+            config.update({**SIZES, "layer_types": [tiny_configs.S, tiny_configs.F]} if family == "gemma3" else SIZES)
             torch.manual_seed(3)
             made[family] = tmp_path_factory.mktemp(family)
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made[family])
