@@ -256,7 +256,7 @@ def test_programs_run(snippet: Snippet, desk: Desk):
         timeout=300,
     )
     assert done.returncode == 0, f"{program}\n{done.stderr}"
-    assert done.stdout.strip()
+    assert done.stdout  # a line at least: an answer that was drawn may be empty
 
 
 def test_every_command_of_the_documentation_is_marked_as_one():
