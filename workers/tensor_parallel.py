@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import InvalidSetting, UnsupportedModel
+from ..errors import InvalidSetting
 from ..kernels.products import PackedLinear
 from .checkpoint.layer_specs import kv_heads_of, layer_config
 from .collectives import Collectives
@@ -100,13 +100,10 @@ EXPERT_CUTS: dict[str, Cut] = {
     "packed_colwise": Cut(-2, halves=2),
     "packed_rowwise": Cut(-1, halves=2),
 }
-"""Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
+"""Style of a parameter [experts, .., ..] -> its cut."""
 
 KV_HEADS = {"k_proj", "v_proj", "k_norm", "qk_norm"}
 """Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
-
-WHOLE = {"replicated_with_grad_allreduce", "replicate"}
-"""Styles of transformers' plans that mean: every rank holds all of it."""
 
 
 class TensorParallel:
@@ -135,17 +132,15 @@ class TensorParallel:
 
     # -- which part of a parameter -----------------------------------------------------------------------------------
 
-    def plan(
-        self, model: nn.Module, config: Any, ours: Mapping[str, str] | None, vocabularies: Set[str]
-    ) -> dict[str, Style]:
+    def plan(self, model: nn.Module, given: Mapping[str, str], vocabularies: Set[str]) -> dict[str, Style]:
         """Module path -> style, for this model. Empty with one rank.
 
-        ours: module path -> name of a style, in place of transformers' plan; None: that one stands
+        given: module path -> name of a style; `*` in a path stands for a number
         vocabularies: names of modules with a row for each token, beside the input's own embedding
         """
         if self.size == 1:
             return {}
-        patterns = _patterns(model, config, ours)
+        patterns = [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in given.items()]
         outputs = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         styles = {}
         for path, module in model.named_modules():
@@ -153,14 +148,8 @@ class TensorParallel:
             style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
             if path == "lm_head" or module is outputs:
                 style = "colwise_gather_output" if isinstance(module, nn.Linear) else None  # or what is before it
-            if style is None or style in WHOLE:
+            if style is None:
                 continue
-            if style not in STYLES:
-                raise UnsupportedModel(
-                    f"the tensor-parallel plan of {config.model_type} cuts {path} in the style {style!r}; known are "
-                    f"{', '.join(STYLES)}. Run it with tensor_parallel_size 1.",
-                    field="tensor_parallel_size",
-                )
             styles[path] = STYLES[style]
             # Experts are parameters of one module, each cut in a way of its own.
             if style in ("moe_tp_experts", "expert_parts"):
@@ -368,19 +357,6 @@ def _kv_heads(config: Any, path: str) -> int:
     """Of the layer that a module belongs to."""
     layer = re.search(r"\.layers\.(\d+)\.", f".{path}")
     return kv_heads_of(layer_config(config, int(layer[1])) if layer else config)
-
-
-def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> list[tuple[re.Pattern, str]]:
-    """The plan as regular expressions over module paths. `*` stands for one number."""
-    theirs = getattr(config, "base_model_tp_plan", None)
-    if ours is None and theirs is None:
-        raise UnsupportedModel(
-            f"there is no tensor-parallel plan for {config.model_type}; run it with tensor_parallel_size 1",
-            field="tensor_parallel_size",
-        )
-    prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
-    plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
-    return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
 
 
 def _match(patterns: list[tuple[re.Pattern, str]], path: str) -> str | None:

@@ -69,8 +69,8 @@ class Real(NamedTuple):
 
 
 def texts(count: int) -> list[str]:
-    """What Python says of itself, and our licence: each long enough for the longest piece. Not our own pages, with which
-    all figures would change."""
+    """What Python says of itself, and our licence: each long enough for the longest piece. Not our own pages, which
+    change, and all figures with them."""
     topics: dict[str, str] = pydoc_data.topics.topics
     all_of_it = "\n\n".join([*(topics[name] for name in sorted(topics)), (ROOT / "LICENSE").read_text()])
     apart = (len(all_of_it) - TEXT_CHARS) // count

@@ -36,6 +36,9 @@ IMPLEMENTATION = "intarsia"
 Weights = PackedWeights | TritonWeights | ExpandedCodes
 
 
+WITHOUT_SWITCH = {"Step3p7Experts"}
+"""Classes that transformers computes itself, always, expert by expert: gated ones without biases."""
+
 TORCH_FROM_ROWS = 16_384
 """Rows of a GPU's step, one for each token and expert of it, from which torch's grouped product is taken: on an H100 it
 takes 1.15 times as long as ours for 8,192 rows, 0.96 times for 16,384, in a dozen launches more."""
@@ -78,6 +81,8 @@ def pack_experts(model: nn.Module, device: torch.device, same_bits: bool = False
     for module in list(model.modules()):
         if type(module).__name__ == "Llama4TextMoe":
             _take_llama4(module, ways)
+        elif type(module).__name__ in WITHOUT_SWITCH:
+            _take_without_switch(module, ways)
         elif _has_experts(module, ways):
             _take_experts(module, ways)
         elif not ways.is_one_order:
@@ -103,7 +108,16 @@ def _take_experts(module: Any, ways: _Ways) -> None:
     torch_from_rows = math.inf if kept else ways.torch_from_rows(module.down_proj.dtype)
     up, down = (_packed(module, name, ways, keeps=torch_from_rows < math.inf) for name in names)
     module.packed = _Experts(up, down, ways, _gates(module), torch_from_rows)
-    module.config._experts_implementation = IMPLEMENTATION
+    if hasattr(module, "config"):
+        module.config._experts_implementation = IMPLEMENTATION
+
+
+def _take_without_switch(module: Any, ways: _Ways) -> None:
+    module.has_gate = True
+    module.has_bias = module.is_transposed = module.has_post_expert_norm = False
+    if _has_experts(module, ways):
+        _take_experts(module, ways)
+        module.forward = partial(_experts_forward, module)
 
 
 def _gates(module: Any) -> Activation | Clamped | None:

@@ -1,7 +1,8 @@
-"""How the modules of a family that has no plan of ours are cut among ranks: by what they consist of.
+"""How modules are cut among ranks: by what they consist of. `families.py` has what is not seen in that.
 
-transformers' plans of many families are for experts alone, and leave attention whole. Here each rank keeps its own
-heads in its pages, so attention must be cut. What comes of it is proven before it is served (`deploy/proof/`).
+transformers' plans are not read: many are for experts alone, and leave attention whole. Here each rank keeps its own
+heads in its pages, so attention must be cut. Of families that the tests do not know, what comes of it is proven before
+it is served (`deploy/proof/`).
 """
 
 from typing import Any
@@ -21,6 +22,8 @@ MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Linears of an MLP whose outputs are cut, and the one whose inputs are then."""
 
+TOWER = "vision_model"
+
 HEADS_OF_THREE = {"query_key_value", "dense"}
 """Attention of which one linear gives out a query, a key and a value of each head, one head after the other."""
 
@@ -29,6 +32,9 @@ GATES = {"g_proj", "gate_proj"}
 
 MIXTURES = {"r_proj"}
 """By which each head mixes profiles."""
+
+OF_OTHERS = {"q_proj"}, {"q_proj", "k_proj"}
+"""What gives queries, keys and values where a layer reads another's, and where keys are values too."""
 
 LATENT = {"kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
@@ -39,11 +45,15 @@ FOR_EACH_HEAD = "sinks", "gate_bias"
 NORMS_OVER_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
-def plan_by_structure(model: nn.Module) -> dict[str, str]:
-    """Module path -> style, as in `families.py`. Empty if no attention is seen that can be cut."""
+def plan_by_structure(model: nn.Module, knows_attention: bool = False) -> dict[str, str]:
+    """Module path -> style, as in `families.py`. Empty if no attention is seen that can be cut.
+
+    knows_attention: whether something else says how attention is cut"""
     plan: dict[str, str] = {}
-    has_attention = False
+    has_attention = knows_attention
     for path, module in model.named_modules():
+        if TOWER in path.split("."):  # which is whole on every rank
+            continue
         attention = _attention(path, module)
         has_attention |= bool(attention)
         plan |= attention or _mlp(path, module) or _experts(path, module)
@@ -97,9 +107,11 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     if hasattr(module, "lambda_q1"):  # pairs of heads, of both halves
         return {f"{path}.{name}": "packed" for name in ("q_proj", "k_proj", "v_proj")} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
-    if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
+    is_whole = {"q_proj", "k_proj", "v_proj"} <= linears
+    if output is None or not (is_whole or linears - GATES - {output} in OF_OTHERS):
         return {}
-    inward = ("q_proj", "k_proj", "v_proj", *sorted((GATES | MIXTURES) & linears))
+    inward = [name for name in ("q_proj", "k_proj", "v_proj") if name in linears]
+    inward += sorted((GATES | MIXTURES) & linears)
     plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{output}": "rowwise"}
     for norm, projection in NORMS_OVER_HEADS.items():
         weight = getattr(getattr(module, norm, None), "weight", None)
@@ -119,6 +131,8 @@ def _of_each_head(path: str, module: Any) -> dict[str, str]:
 
 
 def _mlp(path: str, module: nn.Module) -> dict[str, str]:
+    if path.rpartition(".")[2].startswith("router"):  # it is small, and whole on every rank
+        return {}
     linears = _linears(module)
     for inward, outward in MLPS:
         if {*inward, outward} <= linears:

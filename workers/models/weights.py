@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...errors import CorruptCheckpoint
+from ...errors import CorruptCheckpoint, UnsupportedModel
 from ..checkpoint.files import Checkpoint
-from ..known_families import is_known
 from ..layers.adapters import cut_mixers
 from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
-from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .families import CUT_OTHERWISE, VOCABULARIES
 from .from_gguf import gguf_sources
 from .kept import Keeper
 from .structure import cut_fused, plan_by_structure
@@ -24,13 +23,15 @@ def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[
     """Module path -> how it is cut among the ranks. Empty with one rank."""
     if parallel.size == 1:
         return {}
-    ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
-    mixers = cut_mixers(module, parallel.size)
-    if ours is None and not is_known((config.model_type,)):
-        ours = plan_by_structure(module) or None
-    if ours is None and mixers and getattr(config, "base_model_tp_plan", None) is None:
-        ours = {}  # states alone, which say themselves how they are cut
-    return parallel.plan(module, config, ours, VOCABULARIES) | mixers | cut_fused(module)
+    otherwise = CUT_OTHERWISE.get(config.model_type, {})
+    plan = otherwise | plan_by_structure(module, bool(otherwise))  # of what both say, the first counts
+    mixers = cut_mixers(module, parallel.size)  # which say themselves how they are cut
+    if not plan and not mixers:
+        raise UnsupportedModel(
+            f"there is no tensor-parallel plan for {config.model_type}; run it with tensor_parallel_size 1",
+            field="tensor_parallel_size",
+        )
+    return parallel.plan(module, plan, VOCABULARIES) | mixers | cut_fused(module)
 
 
 def fill_weights(
