@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from intarsia.errors import InvalidSetting, UnsupportedModel
+from intarsia.errors import InvalidSetting
 from intarsia.tests.models import FAMILIES, new_model
 from intarsia.workers.checkpoint.layer_specs import read_layers
 from intarsia.workers.models.families import WITH_ENCODER
