@@ -96,6 +96,20 @@ BUDGETS: dict[str, Budget] = {
     "ling3": Budget(1, 2, 130, 51),
     "recurrent_gemma": Budget(1, 2, 119, 43),
     "zaya": Budget(1, 2, 286, 59),
+    "qwen2": Budget(1, 2, 27, 27),
+    "qwen3_moe": Budget(1, 2, 29, 30),
+    "mixtral": Budget(1, 2, 32, 34),
+    "phi3": Budget(1, 2, 23, 22),
+    "olmo2": Budget(1, 2, 23, 19),
+    "glm4_moe": Budget(1, 2, 61, 32),
+    "minimax_m2": Budget(1, 2, 38, 34),
+    "mimo_v2_flash": Budget(1, 2, 139, 39),
+    "step3p7": Budget(1, 2, 142, 50),
+    "lfm3": Budget(1, 2, 108, 47),
+    "olmo_hybrid": Budget(1, 2, 51, 34),
+    "afmoe": Budget(1, 2, 108, 49),
+    "muse_glimmer": Budget(1, 2, 135, 26),
+    "mistral4": Budget(1, 2, 161, 43),
 }
 
 

@@ -35,6 +35,7 @@ from .fused_modules import (
     WritingAttention,
 )
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
+from .gates import take_gates
 from .linear import merge_linears
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
         "layer": partial(_take_layer, operations, buffers),
     }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
+    if operations is native:
+        take_gates(model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what merged weights were made of is of other sizes than all that comes
     logger.info("computed in one call each: %s", ", ".join(f"{count} x {name}" for name, count in counts.items()))
