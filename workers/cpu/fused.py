@@ -1,5 +1,5 @@
-"""Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention; and
-decoder layers made of them.
+"""Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention,
+residual streams; and decoder layers made of them.
 
 Families write the same arithmetic in many ways. `fused_table.py` names the classes of modules whose forward pass is one
 that we have in C++ and in Triton; those are taken over here, with their weights. Everything else stays as it is.
@@ -18,6 +18,10 @@ import torch
 from torch import nn
 
 from ...kernels.products import PackedLinear
+from ...kernels.streams import Mixing
+from ...kernels.streams import Operations as StreamOperations
+from ...kernels.streams import operations_of as stream_operations_of
+from ...kernels.streams.protocol import MOST_STREAMS
 from ...kernels.tokenwise import Activation, Norm, Operations, Rotary, operations_of
 from ...kernels.tokenwise import cpu as native
 from ...kernels.tokenwise import triton as on_gpu
@@ -30,11 +34,12 @@ from .fused_modules import (
     FusedLayer,
     FusedMLP,
     FusedNorm,
+    FusedStreams,
     Heads,
     LayerParts,
     WritingAttention,
 )
-from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
+from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, STREAMS, StreamsKind
 from .gates import take_gates
 from .linear import merge_linears
 
@@ -58,6 +63,7 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
     takers = {
         "attention": partial(_take_attention, attention, operations),
         "MLP": partial(_take_mlp, operations),
+        "streams": partial(_take_streams, stream_operations_of(device.type)),
         "norm": partial(_take_norm, operations),
         "activation": partial(_take_activation, operations),
         "layer": partial(_take_layer, operations, buffers),
@@ -155,6 +161,31 @@ def _take_mlp(operations: Operations, module: nn.Module) -> bool:
         operations=operations,
     )
     return True
+
+
+# -- residual streams --------------------------------------------------------------------------------------------------
+
+
+def _take_streams(operations: StreamOperations | None, module: Any) -> bool:
+    kind = _entry(STREAMS, module)
+    if kind is None or operations is None:
+        return False
+    count: int = module.hc_mult
+    if count > MOST_STREAMS or count & (count - 1):  # a tile has a power of two of them
+        return False
+    mixing = mixing_of(module, kind)
+    for name in (kind.product, kind.base, kind.scale):
+        del module._parameters[name]
+    _become(module, FusedStreams, mixing=mixing, stream_operations=operations)
+    return True
+
+
+def mixing_of(module: Any, kind: StreamsKind) -> Mixing:
+    product, base, scale = (
+        getattr(module, name).detach().float().contiguous() for name in (kind.product, kind.base, kind.scale)
+    )
+    rounds = 0 if kind.rounds is None else getattr(module, kind.rounds)
+    return Mixing(product, base, scale, module.input_norm.eps, getattr(module, kind.eps), rounds)
 
 
 # -- the way into attention ------------------------------------------------------------------------------------------

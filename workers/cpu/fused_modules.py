@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...kernels.paged_attention import GroupMeta
+from ...kernels.streams import Mixing
+from ...kernels.streams import Operations as StreamOperations
 from ...kernels.tokenwise import Activation, Norm, Operations, Places, Rotary
 from ...kernels.tokenwise import triton as on_gpu
 
@@ -35,6 +37,19 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.operations.gate(self.gate_up(x), self.activation))
+
+
+class FusedStreams(nn.Module):
+    """Several residual streams become one: what goes into a block, and how its output comes back, or the last."""
+
+    mixing: Mixing
+    stream_operations: StreamOperations
+
+    def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor] | Tensor:
+        collapsed_TC, after_TN, mixed_TNN = self.stream_operations.collapse(hidden_streams[0], self.mixing)
+        if after_TN is None or mixed_TNN is None:
+            return collapsed_TC.unsqueeze(0)
+        return after_TN.unsqueeze(0), mixed_TNN.unsqueeze(0), collapsed_TC.unsqueeze(0)
 
 
 class FusedAttention(nn.Module):

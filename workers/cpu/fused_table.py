@@ -141,6 +141,23 @@ ATTENTIONS: dict[str, AttentionKind] = {
 """Class of attention modules -> what they do to queries and keys before our attention."""
 
 
+class StreamsKind(NamedTuple):
+    """Residual streams that become one, by the names of what says how: see `kernels/streams/protocol.py`."""
+
+    product: str = "fn"
+    base: str = "base"
+    scale: str = "scale"
+    eps: str = "hc_eps"
+    rounds: str | None = "hc_sinkhorn_iters"  # None: they become one for good
+
+
+STREAMS: dict[str, StreamsKind] = {
+    **dict.fromkeys(("DeepseekV4HyperConnection", "Glm5NextTextHyperConnection"), StreamsKind()),
+    "DeepseekV4HyperHead": StreamsKind("hc_fn", "hc_base", "hc_scale", "eps", rounds=None),
+}
+"""Class of what mixes residual streams -> its parts."""
+
+
 class DecoderLayerKind(NamedTuple):
     """x + after_mixer(mixer(before_mixer(x))), and of that the same with an MLP, by the names of its parts."""
 

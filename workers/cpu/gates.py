@@ -8,6 +8,7 @@ of gates with one number for each head.
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +20,32 @@ from ...kernels.tokenwise import Activation
 from ...kernels.tokenwise import cpu as native
 from ...kernels.toolchain.cpp import KINDS
 
-FUNCTIONS: dict[Callable[..., Any], Activation] = {
-    torch.sigmoid: Activation.SIGMOID,
-    Tensor.sigmoid: Activation.SIGMOID,
-    F.silu: Activation.SILU,
+WHOLE_REGISTERS = 64
+"""Numbers that any processor's registers divide, unrolled as torch does."""
+ONE_THREADS = 16_384
+"""Numbers that torch does not share among threads."""
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """torch's, of so many numbers that there is no end."""
+    flat = F.pad(x.flatten(), (0, -x.numel() % WHOLE_REGISTERS))
+    return torch.cat([F.softplus(piece) for piece in flat.split(ONE_THREADS)])[: x.numel()].view(x.shape)
+
+
+FUNCTIONS: dict[Callable[..., Any], Callable[[Tensor], Tensor]] = {
+    torch.sigmoid: partial(native.activate, activation=Activation.SIGMOID),
+    Tensor.sigmoid: partial(native.activate, activation=Activation.SIGMOID),
+    F.silu: partial(native.activate, activation=Activation.SILU),
+    F.softplus: _softplus,
 }
-MENTIONED = re.compile(r"\bsigmoid\(|\bsilu\(")
+MENTIONED = re.compile(r"\b(sigmoid|silu|softplus)\(")
 
 
 class _EachByItself(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        activation, kwargs = FUNCTIONS.get(function), kwargs or {}
-        if activation is not None and len(args) == 1 and not any(kwargs.values()) and args[0].dtype in KINDS:
-            return native.activate(args[0], activation)
+        by_itself, kwargs = FUNCTIONS.get(function), kwargs or {}
+        if by_itself is not None and len(args) == 1 and not any(kwargs.values()) and args[0].dtype in KINDS:
+            return by_itself(args[0])
         return function(*args, **kwargs)
 
 

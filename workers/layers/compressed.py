@@ -28,6 +28,7 @@ from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
 from .entries import Entries, EntryAttention, Make, ragged, weighed
 from .gathering import Queries, places_of, queries_of_parts
+from .head_products import HeadProduct, head_product
 
 WIDTH = 16
 """Gathered pages have a multiple of so many tokens, which every backend takes."""
@@ -175,6 +176,7 @@ class CompressedAttention:
         self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
         self._compressor: Any = module.compressor
         self._indexer: Any = getattr(module.compressor, "indexer", None)
+        self._of_groups: HeadProduct | None = None
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: dict[str, Turns], *_: Any, **__: Any
@@ -190,8 +192,16 @@ class CompressedAttention:
         out_THD = self._attend(hidden_states, low_1TR, q_THD, kv_T1D, (cos, sin), params)
         # Values were turned as keys are: turned back by the query's position, what is left is their distance.
         out_1THD = self._turn(out_THD.unsqueeze(0), cos, -sin, unsqueeze_dim=2)
-        grouped = out_1THD.flatten(2).unflatten(-1, (module.o_a_proj.n_groups, -1))
-        return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+        grouped_TGI = out_1THD[0].flatten(1).unflatten(-1, (module.o_a_proj.n_groups, -1))
+        return module.o_b_proj(self._product()(grouped_TGI).flatten(1).unsqueeze(0)), None
+
+    def _product(self) -> HeadProduct:
+        """Of each group of heads; made of the weights once."""
+        if self._of_groups is None:
+            first = self._module.o_a_proj
+            weight_GOI = first.weight.detach().unflatten(0, (first.n_groups, -1))
+            self._of_groups = head_product(weight_GOI, self._module.o_b_proj)
+        return self._of_groups
 
     def _attend(
         self, hidden_states: Tensor, low_1TR: Tensor, q_THD: Tensor, kv_T1D: Tensor, turns: Turns, params: LayerParams

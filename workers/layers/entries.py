@@ -181,7 +181,9 @@ def weighed(given_NSC: Tensor, bias_SC: Tensor, has_before_N: Tensor) -> Tensor:
         before = weights[:, :tokens, :size] + bias_SC[:, :size]
         before = before.masked_fill(~has_before_N[:, None, None], float("-inf"))
         weights = torch.cat((before, weights[:, tokens:, size:] + bias_SC[:, size:]), dim=1)
-    return (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
+    # Along the last dimension torch sums up each row in an order of its own, however many rows there are.
+    values_NDS, weights_NDS = values.mT.contiguous(), weights.mT.contiguous()
+    return (values_NDS * weights_NDS.softmax(dim=-1, dtype=torch.float32).to(values.dtype)).sum(dim=-1)
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

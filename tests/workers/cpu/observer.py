@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from intarsia.kernels.streams import cpu as streams
 from intarsia.kernels.tokenwise import Activation, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
-from intarsia.workers.cpu.fused import PROJECTIONS
-from intarsia.workers.cpu.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm, Heads, tensor_of
-from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, DecoderLayerKind
+from intarsia.workers.cpu.fused import PROJECTIONS, mixing_of
+from intarsia.workers.cpu.fused_modules import (
+    FusedAttention,
+    FusedLayer,
+    FusedMLP,
+    FusedNorm,
+    FusedStreams,
+    Heads,
+    tensor_of,
+)
+from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, STREAMS, DecoderLayerKind, StreamsKind
 from intarsia.workers.models.loaded_model import LoadedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -99,7 +108,7 @@ class Finding(NamedTuple):
 
 def findings(seen: Observer) -> Iterator[Finding]:
     for name, module in seen.model.module.named_modules():
-        for find in (norm_found, mlp_found, attention_found, layer_found):
+        for find in (norm_found, mlp_found, attention_found, streams_found, layer_found):
             if (finding := find(name, module, seen)) is not None:
                 yield finding
 
@@ -152,6 +161,24 @@ def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
 
     least = min(map(error, heads_of(module, attended)))
     return Finding(name, FusedAttention, least, lambda ours: error(ours.heads))
+
+
+def streams_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    x, call = seen.tensor_in(module), seen.call(module)
+    kinds = [kind for kind in dict.fromkeys(STREAMS.values()) if hasattr(module, kind.product)]
+    if x is None or call is None or not kinds or not hasattr(module, "input_norm"):
+        return None
+    theirs = call.output if isinstance(call.output, tuple) else (call.output,)
+
+    def error(outputs: Any) -> float:
+        ours = outputs if isinstance(outputs, tuple) else (outputs,)
+        return max(error_of(our, their) for our, their in zip(ours, theirs, strict=True))
+
+    def of_kind(kind: StreamsKind) -> float:
+        collapsed, *others = streams.collapse(x[0], mixing_of(module, kind))
+        return error((*(other.unsqueeze(0) for other in others if other is not None), collapsed.unsqueeze(0)))
+
+    return Finding(name, FusedStreams, min(map(of_kind, kinds)), lambda ours: error(ours(x)))
 
 
 def attention_inputs(call: Call) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C
 class Gates(nn.Module):
     """As a family's layers may write them."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.sigmoid(x), F.silu(x), x.sigmoid()
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.sigmoid(x), F.silu(x), x.sigmoid(), F.softplus(x)
 
 
 class Sums(nn.Module):
