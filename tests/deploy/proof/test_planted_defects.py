@@ -30,6 +30,7 @@ from intarsia.workers.layers import (
     states,
 )
 from intarsia.workers.models import load, weights
+from intarsia.workers.models.structure import plan_by_structure
 from intarsia.workers.pages import Pages
 from intarsia.workers.runner import ModelRunner
 from intarsia.workers.tensor_parallel import Cut, Style, TensorParallel
@@ -285,6 +286,13 @@ def _through_ends(self: Any, ids_T: torch.Tensor) -> list[torch.Tensor]:
 
 _BEFORE = convolution.WeighedConv._before
 WINDOWS = "mistral", "cohere2_moe", "mimo_v2_flash"
+
+
+def without_attention(model: Any, knows_attention: bool) -> dict[str, str]:
+    plan = plan_by_structure(model, knows_attention)
+    return {path: style for path, style in plan.items() if "self_attn" not in path}
+
+
 DEFECTS: dict[str, tuple[str, int, Plant]] = {
     # -- what a token sees ---------------------------------------------------------------------------------------------
     **{f"a window one too long, {name}": (name, 1, reach("sliding_attention", lambda c: Sliding(c.sliding_window + 1)))
@@ -335,7 +343,7 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
     # -- several ranks -------------------------------------------------------------------------------------------------
     "a bias on each rank": ("phi", 2, style("rowwise", Style({"weight": Cut(1)}, "sum_outputs"))),
     "experts not added up": ("mixtral", 2, style("moe_tp_experts", Style({}))),
-    "heads not cut": ("granitemoe", 2, of_class(weights, "plan_by_structure", lambda model: {})),
+    "heads not cut": ("granitemoe", 2, of_class(weights, "plan_by_structure", without_attention)),
     "halves of gate and up cut as one": ("glm4", 2, style("packed", Style({"weight": Cut(0)}))),
     # -- what is kept between steps and requests -----------------------------------------------------------------------
     "a block that is copied stays empty": ("mixtral", 1, of_class(Pages, "copy", lambda self, copies: None)),
