@@ -4,8 +4,8 @@
 
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
-what `TritonBackend`, `TritonStates`, `TritonSampling`, `products` and `tokenwise/triton.py` launch. Exits with 1 if a
-kernel asks for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
+what `TritonBackend`, `TritonStates`, `TritonSampling`, `products`, `streams` and `tokenwise/triton.py` launch. Exits
+with 1 if a kernel asks for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from intarsia.kernels.state.triton import (
     step_block,
 )
 from intarsia.kernels.state.worklist import TILE_TOKENS
+from intarsia.kernels.streams import triton as streams
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
@@ -72,6 +73,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
         yield from _tokenwise(dtype)
     yield from _states()
     yield from _mixers()
+    yield from _streams()
     yield from _products()
     yield from _unpacked_products()
     for dtype in dtypes:
@@ -305,6 +307,40 @@ def _mixers() -> Iterator[Variant]:
         }  # fmt: skip
         warps = tokenwise.row_warps(width)
         yield Variant(f"mixer norm {name}", kernels.gated_norm, types(kernels.gated_norm, "out_ptr"), norm, warps, 3)
+
+
+def _streams() -> Iterator[Variant]:
+    """Of DeepSeek-V4: in front of a block, and after the last."""
+    kernels = streams._kernels()
+    for name, is_last in (("before a block", False), ("after the last", True)):
+        count, channels = 4, 4096
+        weights = count if is_last else (2 + count) * count
+        sizes = streams.Sizes.of(count, channels, weights)
+        shared = {"WIDTH": sizes.width, "PADDED": sizes.padded, "PARTS": sizes.parts}
+        floats = {"product_ptr", "parts_ptr", "base_ptr", "scale_ptr", "after_ptr", "mixed_ptr"}
+        yield Variant(
+            f"streams multiply {name}",
+            kernels.multiply,
+            _types(kernels.multiply, {"streams_ptr"}, "bf16", floats),
+            {**shared, "WEIGHTS": weights, "PART": sizes.part, "BLOCK": streams.BLOCK, "TOKENS": streams.TOKENS},
+            4,
+            3,
+        )
+        yield Variant(
+            f"streams finish {name}",
+            kernels.finish,
+            _types(kernels.finish, {"streams_ptr", "collapsed_ptr"}, "bf16", floats),
+            {
+                **shared,
+                "COUNT": count,
+                "CHANNELS": channels,
+                "ROUNDS": 20,
+                "BLOCK": streams.CHANNELS,
+                "IS_LAST": is_last,
+            },
+            4,
+            3,
+        )
 
 
 def _products() -> Iterator[Variant]:
