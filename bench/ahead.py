@@ -5,7 +5,8 @@
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
 what `TritonBackend`, `TritonStates`, `TritonSampling`, `products`, `streams` and `tokenwise/triton.py` launch. Exits
-with 1 if a kernel asks for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
+with 1 if a kernel asks for more memory than there is, or spills; prompts in float32 may, which are there to judge
+others.
 """
 
 import argparse
