@@ -32,6 +32,7 @@ PART_OF_THE_GATE = {
 """Of the tests that each family goes through, those that are not slow for the families of `models.NEWER`."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
     here = Path(__file__).parent
@@ -45,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("servers"))
         elif family is not None and item.get_closest_marker("xdist_group") is None:  # its checkpoint is made once
             item.add_marker(pytest.mark.xdist_group(family))
+        elif (name := _param(item, "real")) is not None:  # it is read and expanded once
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 def _family_of(item: pytest.Item) -> str | None:

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 
 def test_collector_after_startup_looks_only_at_what_came_later():
     code = (
@@ -18,11 +16,3 @@ def test_collector_after_startup_looks_only_at_what_came_later():
     assert before > 1000
     assert after < 100
     assert collected >= 1, "what becomes garbage later is still found"
-
-
-@pytest.mark.xdist_group("alone")
-def test_tests_of_a_group_stay_in_one_process(request: pytest.FixtureRequest):
-    """Two Ray clusters would get into each other's way. pytest-xdist tells groups by the ends of tests' names."""
-    if request.config.getoption("dist", "no") == "no" and not hasattr(request.config, "workerinput"):
-        pytest.skip("there is one process")
-    assert request.node.nodeid.endswith("@alone")

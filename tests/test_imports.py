@@ -196,3 +196,11 @@ def test_every_folder_with_code_is_named_as_a_package():
     inside = {path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")}
     folders = {".".join(("intarsia", *path.parts)) for path in inside if path.parts[0] not in ("tests", "build")}
     assert named == folders | {"intarsia"}
+
+
+def test_tests_that_start_servers_stay_in_one_process(request: pytest.FixtureRequest):
+    """Two Ray clusters would get into each other's way. pytest-xdist tells groups by the ends of tests' names, which
+    `conftest.py` says for this file."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("there is one process")
+    assert request.node.nodeid.endswith("@servers")

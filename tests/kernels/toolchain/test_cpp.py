@@ -16,6 +16,9 @@ CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
+SMALL = "toolchain/calls"
+"""The library that is compiled soonest."""
+
 PLAIN = Needs(torch.float32, heads=8, kv_heads=2, key_dim=64, value_dim=64)
 
 
@@ -29,11 +32,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_library_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch):
-    assert isinstance(cpp.library("paged_attention/cpu_attention"), ctypes.CDLL)
+    assert isinstance(cpp.library(SMALL), ctypes.CDLL)
     [kept] = fresh.iterdir()
     cpp.library.cache_clear()
     monkeypatch.setattr(cpp, "_compile", lambda *_: pytest.fail("it was compiled again"))
-    assert isinstance(cpp.library("paged_attention/cpu_attention"), ctypes.CDLL)
+    assert isinstance(cpp.library(SMALL), ctypes.CDLL)
     assert [kept] == list(fresh.iterdir())
 
 
@@ -55,16 +58,16 @@ def test_without_a_working_compiler_torch_is_used_and_the_log_says_why(
 
 
 def test_another_processor_or_source_gets_a_library_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch):
-    cpp.library("paged_attention/cpu_attention")
+    cpp.library(SMALL)
     cpp.library.cache_clear()
     monkeypatch.setattr(cpp, "_processor", lambda: "another one")
-    cpp.library("paged_attention/cpu_attention")
+    cpp.library(SMALL)
     assert len(list(fresh.iterdir())) == 2
 
 
 def test_loading_it_leaves_the_rounding_of_tiny_numbers_alone(fresh: Path):
     """Linked with -ffast-math, a library would flush denormal numbers to zero in the whole process."""
-    cpp.library("paged_attention/cpu_attention")
+    cpp.library(SMALL)
     assert float(torch.tensor(1e-30, dtype=torch.float32) * torch.tensor(1e-12)) > 0
 
 
