@@ -34,8 +34,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 NEWER = {make.__name__ for make in newer_configs.FAMILIES}
-"""Families that have little of their own: `make test` puts them through a part of the gate, `make test-all` through all
-of it."""
+"""Families that `make test` puts through a part of the gate, and `make test-all` through all of it."""
 
 WINDOWED = {
     "gemma3", "gemma2", "ministral", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4", "gemma3n", "gemma4_e",

@@ -209,15 +209,11 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
         if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
             return False
         norms = query_norm, key_norm
-    # Of a rank that holds a slice, the heads of that slice.
-    heads, kv_heads = (len(projection.weight) // module.head_dim for projection in (*projections, *projections)[:2])
-    if kind.merged:
-        kv_heads, rest = divmod(heads, module.num_key_value_groups + 2)
-        if rest:  # of a rank that shares a key-value head with others
-            return False
-        heads = kv_heads * module.num_key_value_groups
+    own_heads = _own_heads(module, projections)
+    if own_heads is None:
+        return False
     rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
-    parts = Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations)
+    parts = Heads(*own_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations)
     writes = operations is on_gpu and parts.changes_anything
     _become(
         module,
@@ -228,6 +224,18 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
         heads=parts,
     )
     return True
+
+
+def _own_heads(module: Any, projections: Sequence[Any]) -> tuple[int, int] | None:
+    """Of queries, and of keys and values, that this rank has.
+
+    projections: of queries, keys and values, or one of all. None: this rank shares a key-value head with others, and
+    one product does not tell how many queries it has"""
+    counts = [len(projection.weight) // module.head_dim for projection in projections]
+    if len(counts) > 1:
+        return counts[0], counts[1]
+    kv_heads, rest = divmod(counts[0], module.num_key_value_groups + 2)
+    return None if rest else (kv_heads * module.num_key_value_groups, kv_heads)
 
 
 # -- decoder layers ----------------------------------------------------------------------------------------------------
