@@ -115,9 +115,11 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{output}": "rowwise"}
     for norm, projection in NORMS_OVER_HEADS.items():
         weight = getattr(getattr(module, norm, None), "weight", None)
-        if weight is not None and weight.shape == (getattr(module, projection).out_features,):
+        if weight is None or weight.numel() == getattr(module, "head_dim", 0):  # each head's is the same
+            continue
+        if weight.shape == (getattr(module, projection).out_features,):
             plan[f"{path}.{norm}"] = "norm_over_ranks"
-        elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
+        elif weight.dim() == 2:  # each head its own: [heads,head size]
             plan[f"{path}.{norm}"] = "colwise"
     plan |= _of_each_head(path, module)
     if hasattr(module, "attn_sub_norm"):

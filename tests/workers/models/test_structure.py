@@ -39,6 +39,15 @@ def test_norms_over_all_heads_are_cut_and_those_of_each_head_are_not():
     assert "model.layers.0.self_attn.q_norm" not in plan_of("qwen3")
 
 
+def test_a_norm_of_each_head_is_not_cut_where_there_is_one_head():
+    """As in Gemma 3 270M and 1B, whose ranks all have the one head of keys."""
+    kind: Any = CONFIG_MAPPING["gemma3_text"]
+    config = kind(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1)
+    with torch.device("meta"):
+        plan = plan_by_structure(AutoModelForCausalLM.from_config(config))
+    assert not [path for path in plan if path.endswith("norm")]
+
+
 def test_sinks_are_of_their_heads():
     assert plan_of("granite_swa")["model.layers.0.self_attn"] == "sinks"
 
