@@ -49,19 +49,6 @@ void products(const T* x, const float* rows, int width, int here, float* sums) {
     }
 }
 
-template <class T>
-float length(const T* x, int width, float eps) {
-    Vec squares = {};
-    int d = 0;
-    for (; d + LANES <= width; d += LANES) {
-        const Vec v = load(x + d);
-        squares += v * v;
-    }
-    float total = sum(squares);
-    for (; d < width; d++) total += to_float(x[d]) * to_float(x[d]);
-    return std::sqrt(total / float(width) + eps);
-}
-
 // Rows sum up to 1, then columns and rows by turns: logits become a mixture of `n` streams.
 void balance(float* mixed, int n, int rounds, float eps) {
     for (int row = 0; row < n; row++) {
@@ -92,7 +79,7 @@ void collapse_token(const Streams& s, int64_t token) {
     float logits[MOST_WEIGHTS];
     for (int m = 0; m < weights; m += AT_ONCE)
         products(x, s.product + int64_t(m) * width, width, std::min(AT_ONCE, weights - m), logits + m);
-    const float shrink = 1.0f / length(x, width, s.norm_eps);
+    const float shrink = 1.0f / std::sqrt(sum_of_squares(x, width) / float(width) + s.norm_eps);
     for (int m = 0; m < weights; m++) logits[m] = logits[m] * shrink * s.scale[std::min(m / n, 2)] + s.base[m];
     // How they become one.
     float before[MOST_STREAMS];

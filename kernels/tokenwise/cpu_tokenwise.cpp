@@ -18,16 +18,9 @@ constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers of which it pays to wake 
 // out = x / sqrt(mean(x^2) + eps) * scale. rounds_first: x / sqrt(..) becomes a T before it is scaled.
 template <class T>
 void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool rounds_first) {
-    Vec squares = {};
+    const float shrink = 1.0f / std::sqrt(sum_of_squares(x, width) / float(width) + eps);
     int d = 0;
     for (; d + LANES <= width; d += LANES) {
-        const Vec v = load(x + d);
-        squares += v * v;
-    }
-    float total = sum(squares);
-    for (; d < width; d++) total += to_float(x[d]) * to_float(x[d]);
-    const float shrink = 1.0f / std::sqrt(total / float(width) + eps);
-    for (d = 0; d + LANES <= width; d += LANES) {
         Vec v = load(x + d) * shrink;
         if (rounds_first && !std::is_same_v<T, float>) {
             T rounded[LANES];

@@ -63,6 +63,19 @@ inline float sum(Vec v) {
     v += __builtin_shuffle(v, Places{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
     return v[0] + v[1];
 }
+// In lanes, from the first number to the last; what fills no vector comes after.
+template <class T>
+inline float sum_of_squares(const T* x, int width) {
+    Vec squares = {};
+    int d = 0;
+    for (; d + LANES <= width; d += LANES) {
+        const Vec v = load(x + d);
+        squares += v * v;
+    }
+    float total = sum(squares);
+    for (; d < width; d++) total += to_float(x[d]) * to_float(x[d]);
+    return total;
+}
 // 2 to the power of each, which is at most 0; of what is below -100, nothing. To about the last bit of a float. Less
 // would be subnormal as soon as it is multiplied, and some processors take many times as long for such numbers.
 inline Vec two_to(Vec x) {
