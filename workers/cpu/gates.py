@@ -8,7 +8,7 @@ of gates with one number for each head.
 import inspect
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,10 +52,16 @@ class _EachByItself(TorchFunctionMode):
 def take_gates(model: nn.Module) -> None:
     """Of all modules on a CPU whose forward pass is still their own and mentions such a function."""
     for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and "forward" not in vars(module):
-            forward = inspect.unwrap(type(module).forward)
-            if MENTIONED.search(inspect.getsource(forward)):
-                module.forward = _by_themselves(module.forward)
+        if "forward" not in vars(module) and _mentions_any(type(module)):
+            module.forward = _by_themselves(module.forward)
+
+
+@cache
+def _mentions_any(kind: type[nn.Module]) -> bool:
+    """Whether transformers wrote it so. A model has hundreds of modules, of some twenty classes."""
+    if not kind.__module__.startswith("transformers."):
+        return False
+    return MENTIONED.search(inspect.getsource(inspect.unwrap(kind.forward))) is not None
 
 
 def _by_themselves(forward: Callable[..., Any]) -> Callable[..., Any]:
