@@ -1,7 +1,6 @@
 """More configs of tiny checkpoints: families that came later, or that have little of their own."""
 
 from collections.abc import Callable
-from typing import Any
 
 from transformers import (
     AfmoeConfig,
@@ -25,9 +24,8 @@ from transformers import (
     Step3p7TextConfig,
 )
 
-from intarsia.tests.tiny_configs import COMMON, INDEX, LATENT, WINDOW, F, S
+from intarsia.tests.tiny_configs import COMMON, HEADS_BY_WIDTH, INDEX, LATENT, WINDOW, F, S, without
 
-HEADS_BY_WIDTH: dict[str, Any] = {name: value for name, value in COMMON.items() if name != "head_dim"}
 LINEAR = "linear_attention"
 
 
@@ -168,7 +166,7 @@ def mistral4() -> PretrainedConfig:
 def mistral_large4() -> PretrainedConfig:
     """Latents chosen by an indexer, that some layers take from others; one layer without rope."""
     return MistralLarge4TextConfig(
-        **{name: value for name, value in LATENT.items() if name != "q_lora_rank"}, **INDEX, num_hidden_layers=4,
+        **without(LATENT, "q_lora_rank"), **INDEX, num_hidden_layers=4,
         first_k_dense_replace=1, indexer_types=["full", "full", "shared", "full"], kv_source_layers=[0, 1, 1, 3],
     )  # fmt: skip
 
@@ -176,7 +174,7 @@ def mistral_large4() -> PretrainedConfig:
 def deepseek_v4() -> PretrainedConfig:
     """Windows of latents beside entries of four and of twelve tokens, several residual streams, experts by token."""
     return DeepseekV4Config(
-        **{name: value for name, value in COMMON.items() if name not in ("intermediate_size", "num_key_value_heads")},
+        **without(COMMON, "intermediate_size", "num_key_value_heads"),
         num_hidden_layers=4, q_lora_rank=24, o_groups=2, o_lora_rank=16, partial_rotary_factor=0.5,
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
                      "compressed_sparse_attention"],

@@ -65,6 +65,14 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.25,  # large, so that the output depends on the context
 }
 
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+HEADS_BY_WIDTH = without(COMMON, "head_dim")
+"""For families whose heads share the model's width."""
+
 S, F, C = "sliding_attention", "full_attention", "chunked_attention"
 
 
@@ -146,8 +154,7 @@ def cohere2() -> PretrainedConfig:
 
 def olmo3() -> PretrainedConfig:
     """3 sliding : 1 full, norms after each part and over the whole projection of queries and keys."""
-    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
-    return Olmo3Config(**common, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW)
+    return Olmo3Config(**HEADS_BY_WIDTH, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW)
 
 
 def llama4() -> PretrainedConfig:
@@ -302,9 +309,8 @@ def minimax() -> PretrainedConfig:
 
 def lfm2() -> PretrainedConfig:
     """Short convolutions, and attention with norms on heads."""
-    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
     return Lfm2Config(
-        **common,
+        **HEADS_BY_WIDTH,
         num_hidden_layers=4,
         layer_types=["conv", "conv", "full_attention", "conv"],
         conv_L_cache=3,
@@ -342,9 +348,8 @@ def qwen3_5() -> PretrainedConfig:
 
 def lfm2_moe() -> PretrainedConfig:
     """Short convolutions, and experts chosen with a bias."""
-    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
     return Lfm2MoeConfig(
-        **common,
+        **HEADS_BY_WIDTH,
         num_hidden_layers=4,
         layer_types=["conv", "full_attention", "conv", "conv"],
         conv_L_cache=3,
@@ -358,7 +363,7 @@ def lfm2_moe() -> PretrainedConfig:
 def qwen3_5_moe() -> PretrainedConfig:
     """Gated delta net and gated attention 3:1, experts beside a gated shared one."""
     return Qwen3_5MoeTextConfig(
-        **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+        **without(COMMON, "intermediate_size"),
         **DELTA,
         num_hidden_layers=4,
         num_experts=4,
@@ -419,7 +424,8 @@ def gemma4() -> PretrainedConfig:
 
 
 LATENT: dict[str, Any] = {
-    **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+    **HEADS_BY_WIDTH,
+    "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 8,
@@ -455,7 +461,8 @@ def glm_moe_dsa() -> PretrainedConfig:
 
 
 LATENT_BESIDE_STATES: dict[str, Any] = {
-    **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+    **HEADS_BY_WIDTH,
+    "num_key_value_heads": 4,
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -472,7 +479,7 @@ LATENT_BESIDE_STATES: dict[str, Any] = {
 
 def kimi_linear() -> PretrainedConfig:
     """Delta nets in which each number of a key decays by itself, a latent without positions, experts."""
-    fields = {name: value for name, value in LATENT_BESIDE_STATES.items() if name != "max_position_embeddings"}
+    fields = without(LATENT_BESIDE_STATES, "max_position_embeddings")
     kind: Any = KimiLinearConfig
     return kind(**fields, model_max_length=512, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4)
 
@@ -485,7 +492,7 @@ def ling3() -> PretrainedConfig:
 
 def recurrent_gemma() -> PretrainedConfig:
     """Two sums that decay by gates, then a window; rope on half of each head, softcapped logits."""
-    fields = {name: value for name, value in COMMON.items() if name not in ("head_dim", "max_position_embeddings")}
+    fields = without(HEADS_BY_WIDTH, "max_position_embeddings")
     return RecurrentGemmaConfig(
         **fields, num_hidden_layers=6, attention_window_size=WINDOW, lru_width=80, w_init_variance_scale=0.25
     )
@@ -502,7 +509,7 @@ def mamba() -> PretrainedConfig:
 def zaya() -> PretrainedConfig:
     """Queries and keys mixed by convolutions, values of the token before, one expert or none, scaled residuals."""
     return ZayaConfig(
-        **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+        **without(COMMON, "intermediate_size"),
         num_hidden_layers=4,
         layer_types=["hybrid", "hybrid_sliding", "hybrid", "hybrid_sliding"],
         sliding_window=WINDOW,
@@ -542,7 +549,7 @@ def mllama() -> PretrainedConfig:
     """Every other layer attends to an image, of up to 4 tiles of 5 tokens each; text alone passes those layers by."""
     return MllamaConfig(
         text_config=MllamaTextConfig(
-            **{name: value for name, value in {**COMMON, "bos_token_id": 0}.items() if name != "head_dim"},
+            **{**HEADS_BY_WIDTH, "bos_token_id": 0},
             num_hidden_layers=4,
             cross_attention_layers=[1, 3],
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},

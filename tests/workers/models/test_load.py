@@ -93,8 +93,9 @@ def granite(path: Path) -> Path:
     from transformers import GraniteConfig, GraniteForCausalLM
 
     torch.manual_seed(5)
-    common = {name: value for name, value in tiny_configs.COMMON.items() if name != "head_dim"}
-    config = GraniteConfig(**common, num_hidden_layers=3, embedding_multiplier=2.0, residual_multiplier=0.7)
+    config = GraniteConfig(
+        **tiny_configs.HEADS_BY_WIDTH, num_hidden_layers=3, embedding_multiplier=2.0, residual_multiplier=0.7
+    )
     GraniteForCausalLM(config).save_pretrained(path)
     return path
 
