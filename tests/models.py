@@ -27,7 +27,7 @@ from transformers.models.mllama.processing_mllama import (
 
 from intarsia.tests import newer_configs, tiny_configs
 from intarsia.tests.tiny_configs import IMAGE, VOCAB
-from intarsia.workers.models.text_part import around, has_own_class, text_part_class
+from intarsia.workers.models.text_part import around, has_own_class, text_part_class, with_initial_weights
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     make.__name__: make for make in (*tiny_configs.FAMILIES, *newer_configs.FAMILIES)
@@ -147,13 +147,7 @@ def new_model(text: PretrainedConfig) -> Any:
     whose other parts have no weights"""
     if has_own_class(text):
         return AutoModelForCausalLM.from_config(text, dtype=torch.float32)
-    whole = around(text) or text
-    kind: Any = text_part_class(whole)
-    with torch.device("meta"):
-        model = kind._from_config(whole, dtype=torch.float32)
-    model.to_empty(device="cpu")
-    model.initialize_weights()
-    return model
+    return with_initial_weights(around(text) or text)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.json_file import clipped
 from ...workers.layers.patches import patch_rotary_dim
 from ...workers.models.families import WITH_ENCODER
-from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
+from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class, with_initial_weights
 from .oracle import Oracle
 from .scaled import DROPPED, scaled
 
@@ -60,19 +60,10 @@ def _built(whole: Any, small: Any) -> Any:
         raise ValueError("it is run with its encoder, which a proof leaves out")
     if has_own_class(small):
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
-    # Around the text part the whole stays as large as it is: nothing of it is given memory.
+    # Around the text part the whole stays as large as it is.
     name = name_of_text(whole)
     wrapped = around(small) if name is None else type(whole).from_dict(_with_text(whole, name, small))
-    wrapped = small if wrapped is None else wrapped
-    kind = text_part_class(wrapped)
-    if kind is None:
-        raise ValueError("transformers has no class for it that makes text of text")
-    with torch.device("meta"):
-        model: Any = kind._from_config(wrapped, dtype=torch.float32, attn_implementation="eager")
-    model.to_empty(device="cpu")
-    model.initialize_weights()
-    model.tie_weights()
-    return model
+    return with_initial_weights(small if wrapped is None else wrapped)
 
 
 GIVEN_OUT = "out_hidden_size", "text_hidden_size"

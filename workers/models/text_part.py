@@ -8,6 +8,7 @@ left out: towers, projectors, talkers. What the whole does with the text part's 
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
 
@@ -25,6 +26,22 @@ def text_part_class(whole: Any) -> type[PreTrainedModel] | None:
     whole: the config of a model. A text part's own config does where its family has no class for anything else."""
     kinds = (kind._model_mapping.get(type(whole), None) for kind in WHOLES)
     return next((_without_others(kind) for kind in kinds if kind is not None), None)
+
+
+def with_initial_weights(whole: Any) -> Any:
+    """The whole's model with its text part alone, in float32, as transformers begins to train it. What is left out is
+    given no memory.
+
+    Raises `ValueError` where transformers has no class for it"""
+    kind: Any = text_part_class(whole)
+    if kind is None:
+        raise ValueError("transformers has no class for it that makes text of text")
+    with torch.device("meta"):
+        model = kind._from_config(whole, dtype=torch.float32, attn_implementation="eager")
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    model.tie_weights()
+    return model
 
 
 def around(text: Any) -> Any:
