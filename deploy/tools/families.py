@@ -88,8 +88,8 @@ an expected length of 8,192; TP names the sizes, of 1, 2, 4 and 8, that divide i
 at any token, or where a state was saved: at the last block border and the very end of a prompt, where prompts part,
 and every 512 to 4,096 tokens.
 
-Some 115 other families are proven on load: whether such a model is answered right is proven when it is served for the
-first time, by a small copy of it; `intarsia prove MODEL` does that by hand, and says what is missing where it fails.
+Other families are proven on load: whether such a model is answered right is proven when it is served for the first
+time, by a small copy of it; `intarsia prove MODEL` does that by hand, and says what is missing where it fails.
 What became of each architecture of transformers: [proven families](proven_families.md).
 """
 

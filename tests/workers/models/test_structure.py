@@ -1,4 +1,4 @@
-"""How families without a plan of ours are cut: heads always, MLPs and experts by their inner dimension."""
+"""How models are cut among ranks by what they consist of: heads always, MLPs and experts by their inner dimension."""
 
 from typing import Any
 
