@@ -7,7 +7,7 @@ it reads, containers) has no kind here, so that a request for it is told which k
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from ...proto.request import MAX_PRIORITY, MAX_STOPS, MAX_TENANT_CHARS
 from ..openai.lease_bodies import OfLease
@@ -68,14 +68,22 @@ class ToolUseBlock(Block):
     caller: DirectCaller | None = None
 
 
+class ToolReferenceBlock(Block):
+    """A tool that a search found; the model reads its definition here."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultBlock = Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(Block):
     """What a call brought."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: (
-        str | Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], Field(fail_fast=True)]
-    ) = ""
+    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] = ""
     is_error: bool | None = Field(None, description="True: the model reads it behind `Error: `.")
 
 
@@ -102,20 +110,6 @@ class AssistantMessage(Item):
     content: str | Annotated[list[AssistantBlock], Field(fail_fast=True)]
 
 
-class SystemMessage(Item):
-    role: Literal["system"]
-    content: str | Texts
-
-
-MessageTurn = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
-
-
-def _no_deferring(value: bool) -> bool:
-    if value:
-        raise ValueError("tools are known to the model from the beginning here")
-    return value
-
-
 class MessageTool(Item):
     """A function of the client's."""
 
@@ -130,9 +124,38 @@ class MessageTool(Item):
     cache_control: CacheControl | None = Field(None, description=HINT)
     eager_input_streaming: bool | None = Field(None, description="Arguments stream as they are made in any case.")
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Annotated[bool, AfterValidator(_no_deferring), Field(json_schema_extra={"const": False})] | None = (
-        None
-    )
+    defer_loading: bool | None = Field(None, description="True: the model hears of it where a message refers to it.")
+
+
+class ToolByName(Item):
+    type: Literal["tool_reference"]
+    name: str
+
+
+class ToolDefinition(Item):
+    type: Literal["tool_definition"]
+    definition: MessageTool
+
+
+class ToolAdditionBlock(Block):
+    type: Literal["tool_addition"]
+    tool: Annotated[ToolByName | ToolDefinition, Field(discriminator="type")]
+
+
+class ToolRemovalBlock(Block):
+    type: Literal["tool_removal"]
+    tool: ToolByName
+
+
+SystemBlock = Annotated[TextBlock | ToolAdditionBlock | ToolRemovalBlock, Field(discriminator="type")]
+
+
+class SystemMessage(Item):
+    role: Literal["system"]
+    content: str | Annotated[list[SystemBlock], Field(fail_fast=True)]
+
+
+MessageTurn = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class AutoChoice(Item):

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ...errors import InvalidRequest
-from ..openai.protocol import ChatRequest, Function, Tool
+from ..openai.protocol import ChatRequest
 from ..openai.requests import chat_of
+from .later_tools import OfferedTools
 from .protocol import (
     AnyChoice,
     Asking,
@@ -14,13 +15,17 @@ from .protocol import (
     AutoChoice,
     ImageBlock,
     MessagesRequest,
-    MessageTool,
     NoChoice,
     SystemMessage,
     TextBlock,
     ThinkingBlock,
     ThinkingOff,
+    ToolAdditionBlock,
+    ToolByName,
+    ToolDefinition,
     ToolNameChoice,
+    ToolReferenceBlock,
+    ToolRemovalBlock,
     ToolResultBlock,
     ToolUseBlock,
     UrlSource,
@@ -69,7 +74,8 @@ def kept_by_hints(body: Asking) -> float | None:
 def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") -> ChatRequest:
     """later_system: who says what the system says when the conversation has begun. Raises `InvalidRequest` or
     `RequestValidationError`, naming the field."""
-    messages = list(_joined(_messages(body, later_system)))
+    tools = OfferedTools(body.tools or ())
+    messages = list(_joined(_messages(body, tools, later_system)))
     if not messages:
         raise InvalidRequest("messages are empty; give one with words", field="messages")
     continues = messages[-1]["role"] == "assistant"
@@ -83,9 +89,9 @@ def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") ->
         "model": body.model,
         "messages": messages,
         "continue_final_message": continues or None,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tools": tools.offered() or None,
         "chat_template_kwargs": _variables(body),
-        **_choice(body),
+        **_choice(body, has_tools=bool(tools.offered())),
     }
     if body.output_config is not None:
         given["reasoning_effort"] = body.output_config.effort
@@ -106,12 +112,12 @@ def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") ->
     return chat_of(given)
 
 
-def _messages(body: Asking, later_system: str) -> Iterator[dict[str, Any]]:
-    """The turns of the conversation, with all that the system says before it as one."""
+def _messages(body: Asking, tools: OfferedTools, later_system: str) -> Iterator[dict[str, Any]]:
+    """The turns of the conversation, with all that the system says before it as one. tools: follow it to its end."""
     leading = _leading([message.role for message in body.messages])
-    system = _texts(body.system or ())
+    system = _of_system(body.system or (), tools)
     for message in body.messages[:leading]:
-        system += _texts(message.content)
+        system += _of_system(message.content, tools)
     text = "\n".join(each for each in system if not each.startswith(BILLING))
     if text:
         yield {"role": "system", "content": text}
@@ -120,11 +126,11 @@ def _messages(body: Asking, later_system: str) -> Iterator[dict[str, Any]]:
             case UserMessage(content=str() as content):
                 yield {"role": "user", "content": content}
             case UserMessage(content=list() as blocks):
-                yield from _of_user(blocks)
+                yield from _of_user(blocks, tools)
             case AssistantMessage():
                 yield _of_assistant(message)
             case SystemMessage(content=content):
-                yield {"role": later_system, "content": "\n".join(_texts(content))}
+                yield {"role": later_system, "content": "\n".join(_of_system(content, tools))}
 
 
 def _leading(roles: Sequence[str]) -> int:
@@ -132,8 +138,22 @@ def _leading(roles: Sequence[str]) -> int:
     return next((place for place, role in enumerate(roles) if role != "system"), len(roles))
 
 
-def _texts(content: Any) -> list[str]:
-    return [content] if isinstance(content, str) else [block.text for block in content if isinstance(block, TextBlock)]
+def _of_system(content: Any, tools: OfferedTools) -> list[str]:
+    """Texts, and what the model reads of tools that come and go."""
+    if isinstance(content, str):
+        return [content]
+    texts: list[str] = []
+    for block in content:
+        match block:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ToolAdditionBlock(tool=ToolByName(name=name)):
+                texts.append(tools.add(name))
+            case ToolAdditionBlock(tool=ToolDefinition(definition=tool)):
+                texts.append(tools.define(tool))
+            case ToolRemovalBlock(tool=ToolByName(name=name)):
+                texts.append(tools.remove(name))
+    return texts
 
 
 def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -151,10 +171,16 @@ def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [_text(content)] if isinstance(content, str) else content
 
 
-def _of_user(blocks: Sequence[TextBlock | ImageBlock | ToolResultBlock]) -> Iterator[dict[str, Any]]:
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _of_user(
+    blocks: Sequence[TextBlock | ImageBlock | ToolResultBlock], tools: OfferedTools
+) -> Iterator[dict[str, Any]]:
     """Results of calls are turns of their own; what stands between them is one."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
@@ -164,20 +190,23 @@ def _of_user(blocks: Sequence[TextBlock | ImageBlock | ToolResultBlock]) -> Iter
         if parts:
             yield {"role": "user", "content": parts}
             parts = []
-        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
     if parts or not blocks:
         yield {"role": "user", "content": parts}
 
 
-def _result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
+def _result(block: ToolResultBlock, tools: OfferedTools) -> str | list[dict[str, Any]]:
     if isinstance(block.content, str):
         return WRONG + block.content if block.is_error else block.content
-    parts = [_part(part) for part in block.content]
+    parts = [
+        _text(tools.add(part.tool_name)) if isinstance(part, ToolReferenceBlock) else _part(part)
+        for part in block.content
+    ]
     if not block.is_error:
         return parts
     if parts and parts[0]["type"] == "text":
-        return [{"type": "text", "text": WRONG + parts[0]["text"]}, *parts[1:]]
-    return [{"type": "text", "text": WRONG}, *parts]
+        return [_text(WRONG + parts[0]["text"]), *parts[1:]]
+    return [_text(WRONG), *parts]
 
 
 def _of_assistant(message: AssistantMessage) -> dict[str, Any]:
@@ -204,27 +233,16 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 
 def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
-        return {"type": "text", "text": block.text}
+        return _text(block.text)
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _tool(tool: MessageTool) -> Tool:
-    """As chat has it, whose own requests may not have names that long."""
-    parameters = tool.input_schema
-    if tool.input_examples:
-        parameters = parameters | {"examples": tool.input_examples}
-    function = Function.model_construct(
-        name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict
-    )
-    return Tool(type="function", function=function, cache_control=None)
-
-
-def _choice(body: Asking) -> dict[str, Any]:
+def _choice(body: Asking, *, has_tools: bool) -> dict[str, Any]:
     choice: Any = None
     match body.tool_choice:
-        case AutoChoice() if body.tools:
+        case AutoChoice() if has_tools:
             choice = "auto"
         case AnyChoice():
             choice = "required"

@@ -1,12 +1,13 @@
 """What every route that asks the model does: the request's id, and its answer as a whole or as a stream."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, Protocol
 
 import pydantic
 from fastapi import Header, Request
 from starlette.responses import Response
 
+from ...errors import IntarsiaError
 from ..front_end.front_end import FrontEnd
 from ..http.called import REQUEST_ID
 from .answers import CLIENT_CLOSED, event_stream, json_response, while_connected
@@ -66,10 +67,13 @@ class Identified(Protocol):
     def request_id(self) -> str | None: ...
 
 
-async def answered(call: Call, is_streaming: bool, request: Request) -> Response:
+async def answered(
+    call: Call, is_streaming: bool, request: Request, failed: Callable[[IntarsiaError], dict[str, Any]] | None = None
+) -> Response:
+    """failed: the last event of a stream that fails; None: the error as the client knows it"""
     await call.prepare()
     if is_streaming:
-        return await event_stream(call.events(), lambda error: shape_for(request.scope, error)[1])
+        return await event_stream(call.events(), failed or (lambda error: shape_for(request.scope, error)[1]))
     answer = await while_connected(request, call.answer())
     return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
 

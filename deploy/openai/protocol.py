@@ -4,7 +4,7 @@ Values are taken as they are: "1" is no number. A name that is not known is refu
 misspelt `max_token` would otherwise cost its owner an hour.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -320,6 +320,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    is_in_template: ClassVar[bool] = True
+
     type: Literal["function"]
     function: Function
     cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
@@ -729,6 +731,14 @@ class NamespaceTool(Strict):
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)]
 
 
+class WebSearchTool(BaseModel):
+    """Left out: nothing here searches the web. Codex offers it with every request. The answer's `tools` lack it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
+
+
 class ResponseToolName(Strict):
     type: Literal["function"]
     name: str
@@ -777,7 +787,7 @@ class ResponsesRequest(Tolerant):
     text: ResponseText | None = None
     tools: (
         Annotated[
-            list[Annotated[ResponseTool | NamespaceTool, Field(discriminator="type")]],
+            list[Annotated[ResponseTool | NamespaceTool | WebSearchTool, Field(discriminator="type")]],
             Field(fail_fast=True, max_length=128),
         ]
         | None
@@ -818,6 +828,7 @@ class ResponsesRequest(Tolerant):
 
     # Accepted without effect
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

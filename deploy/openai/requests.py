@@ -269,7 +269,8 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def as_template_has(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
+    told = (tool for tool in tools if tool.is_in_template)
+    return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in told]
 
 
 def _arguments(text: str) -> Any:

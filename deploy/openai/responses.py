@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ...errors import IntarsiaError, InvalidRequest, Overloaded, PoolExhausted
+from ...errors import ContextTooLong, IntarsiaError, InvalidRequest, Overloaded, PoolExhausted
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, now_s
 from .conversation import AnswerPart, Conversation
@@ -28,6 +28,7 @@ from .protocol import (
     ResponseTool,
     ResponseToolName,
     ResponseUsage,
+    WebSearchTool,
 )
 from .requests import chat_of, check_streaming
 from .response_items import Items, new_id
@@ -109,6 +110,10 @@ class ResponsesCall:
             response.error = ResponseError(code=_code_of(error), message=error.message)
         return response
 
+    def failed(self, error: IntarsiaError) -> dict[str, Any]:
+        """The last event of a stream that came to no end of its own."""
+        return self.failed_event(self.ended("failed", error))
+
     def failed_event(self, response: ResponseBody) -> dict[str, Any]:
         return self._items.event("failed", response=response.model_dump())
 
@@ -159,7 +164,7 @@ class ResponsesCall:
             temperature=sampling.temperature,
             text=body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {"format": {"type": "text"}},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[_shown_tool(tool) for tool in body.tools or ()],
+            tools=[_shown_tool(tool) for tool in body.tools or () if not isinstance(tool, WebSearchTool)],
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
             usage=None if status in ("queued", "in_progress") else _usage(self._counter),
@@ -197,6 +202,8 @@ def _own_items(body: ResponsesRequest) -> Sequence[InputItem]:
 
 def _code_of(error: IntarsiaError) -> str:
     """In OpenAI's words."""
+    if isinstance(error, ContextTooLong):
+        return "context_length_exceeded"
     if isinstance(error, InvalidRequest):
         return "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, Overloaded | PoolExhausted) else "server_error"
@@ -227,7 +234,7 @@ def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str | None, ResponseTo
     for tool in body.tools or ():
         if isinstance(tool, NamespaceTool):
             yield from ((f"{tool.name}.{inner.name}", tool.name, inner) for inner in tool.tools)
-        else:
+        elif isinstance(tool, ResponseTool):
             yield tool.name, None, tool
 
 

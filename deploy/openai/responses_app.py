@@ -29,10 +29,11 @@ def add_responses(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRes
         here, request_id = front_end(), request_id_of(body, request)
         if kept is None:
             _check_not_kept(body)
-            return await answered(ResponsesCall(here, body, request_id), bool(body.stream), request)
+            call = ResponsesCall(here, body, request_id)
+            return await answered(call, bool(body.stream), request, call.failed)
         call = await kept.call(here, body, request_id)
         if not body.background:
-            return await answered(call, bool(body.stream), request)
+            return await answered(call, bool(body.stream), request, call.failed)
         await call.prepare()
         running = kept.begin(call)
         if body.stream:

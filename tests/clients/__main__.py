@@ -25,7 +25,6 @@ from .report import Answer, Result
 from .table import CLIENTS, PROGRAMS, Client
 
 MODEL = "talker"
-LENGTH_TOKENS = 32768
 RUN_S = 600.0
 LAST_WORDS = 300
 ANSWERS = "answers.jsonl"
@@ -36,12 +35,12 @@ Target = dict[str, str]
 
 
 @contextlib.contextmanager
-def target() -> Iterator[Target]:
-    """A server with the talker."""
+def target(length_tokens: int) -> Iterator[Target]:
+    """A server with the talker. length_tokens: of its longest text"""
     from intarsia.tests.models import make_talker
 
     with tempfile.TemporaryDirectory(prefix="intarsia-clients-", dir="/var/tmp") as folder:
-        model = make_talker(Path(folder) / MODEL, LENGTH_TOKENS)
+        model = make_talker(Path(folder) / MODEL, length_tokens)
         with served(model=str(model), served_model_name=MODEL) as server:
             host, port = server.target.http
             yield {
@@ -131,15 +130,15 @@ def main() -> None:
     parser.add_argument("--hold", action="store_true", help="only serve, print the variables, until Ctrl-C")
     parser.add_argument("--target", default="", metavar="JSON", help="variables that --hold printed")
     args = parser.parse_args()
-    clients = chosen(args.only)
-    with contextlib.ExitStack() as stack:
-        told = json.loads(args.target) if args.target else stack.enter_context(target())
-        if args.hold:
-            print(json.dumps(told), flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.pause()
-            return
-        fine = run(clients, args.jobs, told)
+    clients, told, fine = chosen(args.only), json.loads(args.target) if args.target else None, True
+    for length in sorted({client.length_tokens for client in clients}):
+        with contextlib.nullcontext(told) if told else target(length) as server:
+            if args.hold:
+                print(json.dumps(server), flush=True)
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.pause()
+                return
+            fine = run([each for each in clients if each.length_tokens == length], args.jobs, server) and fine
     report.write()
     sys.exit(0 if fine else 1)
 

@@ -14,10 +14,11 @@ RESULTS = FOLDER / "results"
 HEAD = """# Clients
 
 Programs that know nothing of Intarsia, unmodified, each in an environment of its own, against `intarsia serve` with the
-tests' model: random weights, a token per byte, 32,768 tokens long. So what is judged is the protocol: that answers have
-the shape which the client wants, that tools are called, that schemas hold, that errors become the client's own. Where
-a client acts on the words, they are held to a form that it can use. This page is written by `make test-clients`
-(`tests/clients`); it needs the network, and is no part of `make test`.
+tests' model: random weights, a token per byte, 32,768 tokens long (262,144 for coding agents). So what is judged is the
+protocol: that answers have the shape which the client wants, that tools are called, that schemas hold, that errors
+become the client's own. Where a client acts on the words, they are held to a form that it can use; for coding agents a
+server between adds that to their requests. This page is written by `make test-clients` (`tests/clients`); it needs the
+network, and is no part of `make test`.
 
 """
 

@@ -6,12 +6,17 @@ from typing import Literal, NamedTuple
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+AGENT_TOKENS = 262_144
+"""Coding agents begin with instructions of 40,000 to 80,000 bytes, and a token is a byte."""
+
+
 class Client(NamedTuple):
     """One client program. Its probes are in `programs/try_NAME`, `-` written as `_`."""
 
     name: str
     source: Literal["pip", "npm"]
     packages: tuple[str, ...]  # with the versions that are wanted; the first is the one that the report names
+    length_tokens: int = 32_768  # of the model that it asks
 
     @property
     def program(self) -> Path:
@@ -44,5 +49,7 @@ CLIENTS = (
     Client("guidellm", "pip", ("guidellm>=0.8,<0.9",)),
     Client("genai-bench", "pip", ("genai-bench>=0.0.5,<1",)),
     Client("promptfoo", "npm", ("promptfoo@^0.121",)),
+    Client("claude-code", "npm", ("@anthropic-ai/claude-code@^2.1.332",), AGENT_TOKENS),
+    Client("codex", "npm", ("@openai/codex@^0.171",), AGENT_TOKENS),
     Client("grpc-js", "npm", ("@grpc/grpc-js@^1.14", "grpc-js-reflection-client@^1.4", "@grpc/proto-loader@^0.8")),
 )

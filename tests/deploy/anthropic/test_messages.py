@@ -169,7 +169,6 @@ def test_a_hint_to_the_cache_changes_nothing_and_a_wrong_one_is_refused(api: Api
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
         ({"tools": [ORDER], "tool_choice": {"type": "tool", "name": "plane"}}, "the tools are order"),
         ({"tool_choice": {"type": "any"}}, "only allowed when 'tools' are specified"),
-        ({"tools": [ORDER | {"defer_loading": True}]}, "known to the model from the beginning"),
         ({"thinking": {"type": "between_tools"}}, "'between_tools'"),
         ({"container": "c_1"}, "container is not supported here; leave it out"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: "),

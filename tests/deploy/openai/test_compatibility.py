@@ -75,6 +75,7 @@ def ask(path: str, **fields: Any) -> dict[str, Any]:
         (RESPONSES, {"top_k": 3, "repetition_penalty": 1.1, "stop": ["x"], "top_logprobs": None}),
         (RESPONSES, {"chat_template_kwargs": {"voice": "joiner"}}),
         (RESPONSES, {"tool_choice": "auto"}),
+        (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}], "client_metadata": {"a": "b"}}),
         (RESPONSES, {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}}),
         (CHAT, {"max_completion_tokens": 2, "verbosity": "low"}),
         (CHAT, {"tool_choice": "none"}),
@@ -192,6 +193,16 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
     error = answer["error"]
     assert (status, error["code"]) == (400, "context_length_exceeded"), answer
     assert "maximum context length is 512 tokens" in error["message"]
+
+
+def test_a_response_that_fails_in_its_stream_ends_with_the_event_that_clients_look_for(api: Api):
+    begun, going, failed = events(api, RESPONSES, ask(RESPONSES, input=[{"role": "user", "content": "x" * 600}]))
+    assert (begun["type"], going["type"], failed["type"]) == (
+        "response.created", "response.in_progress", "response.failed"
+    )  # fmt: skip
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is 512 tokens" in failed["response"]["error"]["message"]
 
 
 @pytest.mark.parametrize(
