@@ -10,6 +10,7 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), "intarsia-tes
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: GPU kernels run in Python here
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -48,6 +49,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(family))
         elif (name := _param(item, "real")) is not None:  # it is read and expanded once
             item.add_marker(pytest.mark.xdist_group(name))
+
+
+class MemoryGivenBack:
+    """Engines of real models leave cycles and holes in the heap: 13 GB after them all, and then others are killed."""
+
+    MOST_MORE_BYTES = 500 * 10**6
+
+    def __init__(self) -> None:
+        self._least_bytes = resident_bytes()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        if resident_bytes() > self._least_bytes + self.MOST_MORE_BYTES:
+            from intarsia.environment import give_back_freed_memory
+
+            gc.collect()
+            give_back_freed_memory()
+            self._least_bytes = resident_bytes()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(MemoryGivenBack())
 
 
 def _family_of(item: pytest.Item) -> str | None:
