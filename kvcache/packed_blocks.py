@@ -354,19 +354,23 @@ class PackedBlocks(GroupBlocks):
 
     def recount(self, held: Counter[int]) -> GroupCount:
         count = super().recount(held)
-        free, waiting = Counter(chain(*self._free.values())), Counter(chain(*self._free_in_cached.values()))
-        reserved = Counter(chain(*self._reserved.values()))
-        for block, times in reserved.items():
-            count.used[block // self.per_page] += times
+        states = [int(holders > 0) for holders in self.holders]
+        for lists in (self._free, self._free_in_cached, self._reserved):
+            for block in chain(*lists.values()):
+                states[block] += 1
+        for block in chain(*self._reserved.values()):
+            count.used[block // self.per_page] += 1
         cached_in_use = 0
-        for block in range(1, len(self.holders)):
-            page = block // self.per_page
-            states = (self.holders[block] > 0) + free[block] + waiting[block] + reserved[block] + self.is_cached(block)
-            if states != (self._pages.owner(page) == self.group and block >= self._first_block):
-                count.found(f"block {block} is in {states} states")
-            cached_in_use += self.is_cached(block) and (page == NULL_BLOCK or count.used[page] > 0)
-        count.equal("free blocks", self._num_free, free.total())
-        count.equal("reserved blocks", self._num_reserved, reserved.total())
+        for page in range(len(self.holders) // self.per_page):
+            is_ours = self._pages.owner(page) == self.group
+            is_used = page == NULL_BLOCK or count.used[page] > 0
+            for block in range(max(1, page * self.per_page), (page + 1) * self.per_page):
+                is_cached = self.is_cached(block)
+                if states[block] + is_cached != (is_ours and block >= self._first_block):
+                    count.found(f"block {block} is in {states[block] + is_cached} states")
+                cached_in_use += is_cached and is_used
+        count.equal("free blocks", self._num_free, sum(map(len, self._free.values())))
+        count.equal("reserved blocks", self._num_reserved, sum(map(len, self._reserved.values())))
         count.equal("cached blocks", len(self._cached), sum(count.cached))
         count.equal("cached blocks in pages in use", self._num_cached, cached_in_use)
         for page in range(1, self._pages.num_pages):
