@@ -1,6 +1,6 @@
 """Every causal language model that the installed transformers knows, each as its config class has it, put to the proof.
 
-    python -m intarsia.deploy.proof.sweep [FAMILY ..] [--ranks 1 2] [--seeds 3] [--out FILE]
+    python -m intarsia.deploy.proof.sweep [FAMILY ..] [--ranks 1 2] [--seeds 3] [--first-seed 0] [--out FILE]
     python -m intarsia.deploy.proof.sweep --page FILE > docs/proven_families.md
 
 Prints a line for each: what it is, how long that took, and why not. With `--out` verdicts are written there as JSON
@@ -88,7 +88,7 @@ def _has_text_alone(kind: Any, alone: Mapping[str, Any]) -> bool:
     return not getattr(text, "model_type", "") or text.model_type in alone
 
 
-def sweep(names: Sequence[str], ranks: Sequence[int], seeds: int) -> Iterator[tuple[str, Verdict]]:
+def sweep(names: Sequence[str], ranks: Sequence[int], seeds: Sequence[int]) -> Iterator[tuple[str, Verdict]]:
     from transformers import CONFIG_MAPPING
 
     for name in names:
@@ -98,9 +98,9 @@ def sweep(names: Sequence[str], ranks: Sequence[int], seeds: int) -> Iterator[tu
             except Exception as error:  # noqa: BLE001  transformers raises errors of any kind
                 yield name, Verdict(name, False, tuple(ranks), 0.0, f"its config has no defaults: {error}")
                 continue
-            verdict = prove(Path(folder), ranks, range(seeds))
+            verdict = prove(Path(folder), ranks, seeds)
             if not verdict.is_right and len(ranks) > 1:  # what is wrong may be how it is cut
-                alone = prove(Path(folder), ranks[:1], range(seeds))
+                alone = prove(Path(folder), ranks[:1], seeds)
                 verdict = alone._replace(reason=verdict.reason) if alone.is_right else verdict
             yield name, verdict
 
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the weights of the small copies")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, metavar="FILE", help="Print the page of what was found instead.")
     args = parser.parse_args()
@@ -162,7 +163,8 @@ def main() -> None:
     if args.out is not None and args.out.exists():
         known = {json.loads(line)["name"] for line in args.out.read_text().splitlines()}
     names = [name for name in args.families or families() if name not in known]
-    for name, verdict in sweep(names, args.ranks, args.seeds):
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    for name, verdict in sweep(names, args.ranks, seeds):
         print(f"{name:28} {status_of(name, verdict):15} {verdict.took_s:5.1f} s  {verdict.reason or ''}", flush=True)
         if args.out is not None:
             with args.out.open("a") as out:
