@@ -64,13 +64,15 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {
         "model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short.", "request_id": "fixed",
         "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True, "keep_s": 5.0,
+        "tools": [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": {"type": "object"}}],
     },
     "/v1/messages": {
         "model": "demo", "max_tokens": 4, "system": [{"type": "text", "text": "Be short."}], "temperature": 0.5,
         "messages": [{"role": "user", "content": [
             {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}},
         ]}],
-        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "top_k": 5,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": False}],
+        "tool_choice": {"type": "auto"}, "top_k": 5,
         "stop_sequences": ["x"], "metadata": {"user_id": "me"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
         "output_config": {"effort": "low"}, "stream": True, "keep_s": 5.0, "lease": "lease-1",
     },
@@ -79,8 +81,18 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "messages": [
             {"role": "user", "content": "Hello"},
             {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
+                {"type": "tool_reference", "tool_name": "f"},
+            ]}]},
+            {"role": "system", "content": [
+                {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
+                {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {
+                    "name": "g", "input_schema": {"type": "object"},
+                }}},
+                {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+            ]},
         ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "defer_loading": True}],
     },
     "/tokenize": {"model": "demo", "prompt": "Hello", "add_special_tokens": True},
     "/detokenize": {"model": "demo", "tokens": PROMPT},

@@ -1,6 +1,7 @@
 """Every route and every RPC of a real `intarsia serve` with keys, asked wrongly by the thousand.
 
     python -m intarsia.tests.faults.fuzz_door --http 20000 --rpcs 2000
+    python -m intarsia.tests.faults.fuzz_door --http 5000 --rpcs 0 --routes /v1/messages,/v1/responses
 
 Requests are made from right ones (`fuzz_http.py`, `fuzz_rpcs.py`): types, sizes, nesting, letters, numbers, unknown
 and doubled fields, cut and turned bytes, methods, headers, kinds of content, lengths, chunks, keys of all kinds; some
@@ -209,19 +210,23 @@ def _judge_rpc(case: Rpc, code: str, details: str, said: str, is_typed: bool, fi
 # -- the program -----------------------------------------------------------------------------------------------------
 
 
-async def run(http: int, rpcs: int, seed: int, python: str) -> dict[str, Any]:
+async def run(http: int, rpcs: int, routes: str, seed: int, python: str) -> dict[str, Any]:
+    """routes: beginnings of those that are asked, by commas"""
     with served(python, max_model_len=MAX_MODEL_LEN) as server:
-        return {"seed": seed, "http": http, "rpcs": rpcs} | await _fuzzed(server, http, rpcs, random.Random(seed))
+        found = await _fuzzed(server, http, rpcs, tuple(routes.split(",")), random.Random(seed))
+        return {"seed": seed, "http": http, "rpcs": rpcs, "routes": routes} | found
 
 
-async def _fuzzed(server: Served, http: int, rpcs: int, rng: random.Random) -> dict[str, Any]:
+async def _fuzzed(
+    server: Served, http: int, rpcs: int, beginnings: tuple[str, ...], rng: random.Random
+) -> dict[str, Any]:
     target, findings = server.target, Findings()
     async with AsyncClient(target.grpc, api_key=target.keys["carol"]) as client:
         [known] = await answered(client, draw(rng, 1, 200, 200))
         canary = Canary(client, known)
         await asyncio.sleep(REST_S)
         before_bytes, started_s = server.rss_bytes(), time.monotonic()
-        await _send(target, http, rpcs, rng, findings)
+        await _send(target, http, rpcs, beginnings, rng, findings)
         took_s = time.monotonic() - started_s
         try:
             await canary.stop()
@@ -251,7 +256,9 @@ async def _fuzzed(server: Served, http: int, rpcs: int, rng: random.Random) -> d
     }
 
 
-async def _send(target: Target, http: int, rpcs: int, rng: random.Random, findings: Findings) -> None:
+async def _send(
+    target: Target, http: int, rpcs: int, beginnings: tuple[str, ...], rng: random.Random, findings: Findings
+) -> None:
     """Both kinds mixed, so many at once."""
     kinds = ["http"] * http + ["rpc"] * rpcs
     rng.shuffle(kinds)
@@ -263,7 +270,8 @@ async def _send(target: Target, http: int, rpcs: int, rng: random.Random, findin
                 if number % 1000 == 0:
                     print(f"{number} of {len(kinds)}: {dict(findings.faults)}", file=sys.stderr, flush=True)
                 if kind == "http":
-                    await ask_http(target, http_case(rng, target.keys, target.admin_key), findings)
+                    case = http_case(rng, target.keys, target.admin_key, beginnings)
+                    await ask_http(target, case, findings)
                 else:
                     await ask_rpc(channel, rpc_case(rng, target.keys, target.admin_key), findings)
 
@@ -293,4 +301,4 @@ def is_fine(found: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    program(__doc__, run, is_fine, http=20_000, rpcs=2000, python=sys.executable)
+    program(__doc__, run, is_fine, http=20_000, rpcs=2000, routes="/", python=sys.executable)
