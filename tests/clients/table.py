@@ -51,5 +51,7 @@ CLIENTS = (
     Client("promptfoo", "npm", ("promptfoo@^0.121",)),
     Client("claude-code", "npm", ("@anthropic-ai/claude-code@^2.1.332",), AGENT_TOKENS),
     Client("codex", "npm", ("@openai/codex@^0.171",), AGENT_TOKENS),
+    Client("opencode", "npm", ("opencode-ai@^1.18",), AGENT_TOKENS),
+    Client("qwen-code", "npm", ("@qwen-code/qwen-code@^0.15",), AGENT_TOKENS),
     Client("grpc-js", "npm", ("@grpc/grpc-js@^1.14", "grpc-js-reflection-client@^1.4", "@grpc/proto-loader@^0.8")),
 )
