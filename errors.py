@@ -102,7 +102,7 @@ class UnknownModel(InvalidRequest):
 
 
 class UnknownResponse(InvalidRequest):
-    """The request names a response that is not kept here, or not any more."""
+    """The request names a response, a conversation or an item that is not kept here, or not any more."""
 
 
 class UnknownPrevious(UnknownResponse):

@@ -80,7 +80,7 @@ class KeptFigures(NamedTuple):
 
 
 RESPONSES = {
-    "intarsia:stored_responses": "Responses that are kept on disk.",
+    "intarsia:stored_responses": "Responses and conversations that are kept on disk.",
     "intarsia:stored_response_bytes": "Their bytes.",
     "intarsia:background_responses": "Responses that are being made in the background.",
 }

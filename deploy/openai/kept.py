@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, OverQuota, UnknownPrevious, UnknownResponse
 from ..front_end.access import TENANT, VIEWER
 from ..front_end.front_end import FEW_VALUES, FrontEnd
@@ -25,13 +23,12 @@ from ..front_end.request_log import RequestLog, logged, note_error
 from ..http.prometheus import KeptFigures
 from ..settings.limits import Limits
 from .answers import as_json
+from .kept_conversations import ITEMS, KeptConversations
 from .protocol import InputItem, ItemReference, ResponseBody, ResponsesRequest
 from .responses import Kept, ResponsesCall, items_of, references_of
 from .stored import ResponseStore, Stored
 
 logger = logging.getLogger(__name__)
-
-ITEMS = TypeAdapter(list[InputItem])
 
 ENDPOINT = "/v1/responses"
 """How the request log calls a response that was made in the background: its own line, when it has ended."""
@@ -110,6 +107,7 @@ class KeptResponses:
         self._limits = limits
         self._log = log
         self._running: dict[Name, Running] = {}
+        self.conversations = KeptConversations(store)
 
     async def stop(self) -> None:
         """What is being made has failed; what is kept stays."""
@@ -127,19 +125,41 @@ class KeptResponses:
 
     async def call(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str) -> ResponsesCall:
         """What is asked, with what came before. Raises `InvalidRequest`, naming the field."""
-        history = await self._history(front_end, body.previous_response_id)
+        tenant, conversation = TENANT.get(), body.conversation_id
+        # What came before.
+        if conversation is not None and body.previous_response_id is not None:
+            raise InvalidRequest(
+                "conversation and previous_response_id both say what came before; give one of them",
+                field="conversation",
+            )
+        if conversation is not None:
+            history = await self.conversations.history(front_end, conversation)
+        else:
+            history = await self._history(front_end, body.previous_response_id)
         body = await self._without_references(front_end, body)
-        if body.store is False:
-            if body.background:
-                raise InvalidRequest("what is made in the background is kept; leave store out", field="store")
+        # What is kept of it.
+        if body.store is False and body.background:
+            raise InvalidRequest("what is made in the background is kept; leave store out", field="store")
+        if body.store is False and conversation is None:
             return ResponsesCall(front_end, body, request_id, Kept(history))
         items = await front_end.aside(size_of(body, FEW_VALUES), lambda: items_of(body))
-        name = Name(TENANT.get(), f"resp_{request_id}")
 
         async def keep(whole: ResponseBody) -> bool:
-            return await self._put(name, whole, items)
+            return await self._put(Name(tenant, f"resp_{request_id}"), whole, items)
 
-        return ResponsesCall(front_end, body, request_id, Kept(history, keep, items, bool(body.background)))
+        async def answered(whole: ResponseBody) -> None:
+            assert conversation is not None
+            output = whole.model_dump(mode="json")["output"]
+            await self.conversations.answered(tenant, conversation, [*items, *output])
+
+        kept = Kept(
+            history,
+            None if body.store is False else keep,
+            items,
+            None if conversation is None else answered,
+            bool(body.background),
+        )
+        return ResponsesCall(front_end, body, request_id, kept)
 
     async def _history(self, front_end: FrontEnd, previous: str | None) -> list[InputItem]:
         if previous is None:

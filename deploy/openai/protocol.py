@@ -77,7 +77,6 @@ def _whole(value: Any) -> Any:
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's, of what is not done here
     "audio": (),
-    "conversation": (),
     "context_management": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -776,6 +775,10 @@ Included = Literal[
 """What OpenAI includes in answers. All but the log-probabilities belongs to items that no answer has here."""
 
 
+class ConversationName(Strict):
+    id: str
+
+
 class ResponsesRequest(Tolerant):
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
@@ -824,6 +827,9 @@ class ResponsesRequest(Tolerant):
     # What is kept of it
     store: bool | None = Field(None, description="Kept unless it is false, where the server keeps responses at all.")
     previous_response_id: str | None = Field(None, description="The kept response that this one goes on from.")
+    conversation: str | ConversationName | None = Field(
+        None, description="The kept conversation that this one goes on with, and is added to."
+    )
     background: bool | None = Field(None, description="Made whether the client waits or not.")
 
     # Accepted without effect
@@ -836,6 +842,10 @@ class ResponsesRequest(Tolerant):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
 
 class ResponseOutputDetails(BaseModel):
@@ -914,6 +924,7 @@ class ResponseBody(BaseModel):
     output: list[OutputItem]
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
+    conversation: dict[str, str] | None = None
     reasoning: dict[str, Any] = {}
     store: bool = False
     temperature: float

@@ -52,6 +52,7 @@ class Kept(NamedTuple):
     history: Sequence[InputItem] = ()
     keep: Callable[[ResponseBody], Awaitable[bool]] | None = None  # whether that could be done; None: it is not kept
     items: Sequence[Mapping[str, Any]] = ()  # of its own input, as they are kept
+    answered: Callable[[ResponseBody], Awaitable[None]] | None = None  # adds to the conversation that it goes on with
     is_background: bool = False  # it is made whether the client waits or not
 
 
@@ -138,6 +139,8 @@ class ResponsesCall:
             whole.incomplete_details = {"reason": "max_output_tokens"}
         if self.kept.keep is not None:
             whole.store = await self.kept.keep(whole)
+        if self.kept.answered is not None:
+            await self.kept.answered(whole)
         return whole
 
     def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
@@ -159,6 +162,7 @@ class ResponsesCall:
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
+            conversation=None if body.conversation_id is None else {"id": body.conversation_id},
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             store=self.kept.keep is not None,
             temperature=sampling.temperature,
@@ -179,9 +183,14 @@ class ResponsesCall:
 
 
 def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input of a request as it is kept: each item by itself, with an id."""
+    """The input of a request as it is kept."""
+    return kept_items(_own_items(body))
+
+
+def kept_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Each by itself, with an id."""
     found = []
-    for item in _own_items(body):
+    for item in items:
         kept = item.model_dump(exclude_none=True)
         if isinstance(item, InputMessage) and isinstance(item.content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"

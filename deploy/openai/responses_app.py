@@ -1,7 +1,7 @@
 """The routes of `/v1/responses`. Those about kept responses are there where responses are kept."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
@@ -10,15 +10,14 @@ from ...errors import InvalidRequest
 from ..front_end.front_end import FrontEnd
 from .answering import ERRORS, SERVER_SENT_EVENTS, RequestId, answered, request_id_of
 from .answers import event_stream, json_response
+from .conversations_app import add_conversations
 from .errors import shape_for
 from .kept import KeptResponses
+from .pages import MOST_ITEMS, page_of
 from .protocol import ResponseBody, ResponseDeleted, ResponseItems, ResponsesRequest
 from .responses import ResponsesCall, references_of
 
 STREAMED = ERRORS | {200: SERVER_SENT_EVENTS}
-
-MOST_ITEMS = 100
-"""Of one list."""
 
 
 def add_responses(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptResponses | None) -> None:
@@ -42,6 +41,7 @@ def add_responses(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRes
 
     if kept is not None:
         _add_kept(app, front_end, kept)
+        add_conversations(app, front_end, kept.conversations)
 
 
 def _add_kept(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptResponses) -> None:
@@ -69,7 +69,7 @@ def _add_kept(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRespons
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         items = await kept.items(response_id)
-        return await json_response(front_end(), _part_of(items if order == "asc" else items[::-1], after, limit))
+        return await json_response(front_end(), page_of(items if order == "asc" else items[::-1], after, limit))
 
     @app.delete(path, response_model=ResponseDeleted, responses=ERRORS, operation_id="delete_response")
     async def delete_response(response_id: str) -> ResponseDeleted:
@@ -88,6 +88,10 @@ def _check_not_kept(body: ResponsesRequest) -> None:
             "this server keeps no responses: leave it out, and send the whole conversation",
             field="previous_response_id",
         )
+    if body.conversation is not None:
+        raise InvalidRequest(
+            "this server keeps no conversations: leave it out, and send the whole conversation", field="conversation"
+        )
     if references_of(body):
         raise InvalidRequest(
             "this server keeps no responses, so no item can be named by item_reference; send the item itself",
@@ -98,19 +102,3 @@ def _check_not_kept(body: ResponsesRequest) -> None:
             "this server keeps no responses, so none are made in the background here; leave background out",
             field="background",
         )
-
-
-def _part_of(items: Sequence[Mapping[str, Any]], after: str | None, limit: int) -> ResponseItems:
-    start = 0
-    if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"no item has the id '{after[:100]}'", field="after")
-        start = places[0] + 1
-    data = [dict(item) for item in items[start : start + limit]]
-    return ResponseItems(
-        data=data,
-        first_id=data[0]["id"] if data else None,
-        last_id=data[-1]["id"] if data else None,
-        has_more=start + limit < len(items),
-    )

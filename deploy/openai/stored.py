@@ -1,8 +1,8 @@
-"""Responses that are kept on disk, so that a later request goes on from one of them, or asks for it again.
+"""Responses and conversations that are kept on disk, so that a later request goes on from one, or asks for it again.
 
     a request ─► ResponseStore (the event loop) ─► one thread ─► Database (SQLite, one file for each server)
 
-A tenant has so many responses, so many bytes and so much time (`Limits`); beyond that its oldest ones are forgotten.
+A tenant has so many of both, so many bytes and so much time (`Limits`); beyond that its oldest ones are forgotten.
 Every question names the tenant, and finds nothing of another's.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...errors import InvalidRequest, InvalidSetting
 from ..front_end.json_pieces import json_pieces
 from ..settings.limits import Limits
+from .stored_conversations import TABLES, Conversations, Item, StoredConversation
 
 Result = TypeVar("Result")
 
@@ -105,7 +106,7 @@ class Database:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 opened.callback(self._connection.close)
-                self._connection.executescript(TABLE)
+                self._connection.executescript(TABLE + TABLES)
             except BlockingIOError:
                 raise InvalidSetting(
                     f"another server keeps its responses in {path}; name another folder (--response-folder), or keep "
@@ -119,6 +120,7 @@ class Database:
                     field="response_folder",
                 ) from None
             opened.pop_all()
+        self.conversations = Conversations(self._connection, limits)
 
     def close(self) -> None:
         self._connection.close()
@@ -158,19 +160,41 @@ class Database:
             )
             self._make_room(tenant, name)
 
+    def begin_conversation(
+        self, tenant: str, name: str, metadata: Mapping[str, str], items: Sequence[Item]
+    ) -> StoredConversation:
+        """Raises `InvalidRequest` for more items than one may have."""
+        self.conversations.check_room(tenant, name, items)
+        with self._transaction():
+            made = self.conversations.create(tenant, name, metadata, items)
+            self._make_room(tenant, name)
+        return made
+
+    def add_to_conversation(self, tenant: str, name: str, items: Sequence[Item], *, is_answer: bool = False) -> None:
+        """is_answer: nothing is refused, since the model has said it; the next request is. Raises `InvalidRequest`."""
+        if not is_answer:
+            self.conversations.check_room(tenant, name, items)
+        with self._transaction():
+            if self.conversations.get(tenant, name) is not None:  # it may have been deleted meanwhile
+                self.conversations.append(tenant, name, items)
+                self._make_room(tenant, name)
+
     def _make_room(self, tenant: str, kept: str) -> None:
         limits = self._limits
         count, size = self.totals(tenant)
         if count <= limits.max_stored_responses and size <= limits.max_stored_bytes:
             return
         rows = self._connection.execute(
-            "SELECT id, bytes FROM responses WHERE tenant = ? ORDER BY id = ? DESC, created_s DESC", (tenant, kept)
+            "SELECT kind, id, bytes FROM (SELECT 'responses' AS kind, id, bytes, created_s AS used_s FROM responses "
+            "WHERE tenant = ?1 UNION ALL SELECT 'conversations', id, bytes, used_s FROM conversations "
+            "WHERE tenant = ?1) ORDER BY id = ?2 DESC, used_s DESC",
+            (tenant, kept),
         )
         total = 0
-        for number, (name, size) in enumerate(rows.fetchall()):
+        for number, (table, name, size) in enumerate(rows.fetchall()):
             total += size
             if number and (number >= limits.max_stored_responses or total > limits.max_stored_bytes):
-                self._connection.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
+                self._connection.execute(f"DELETE FROM {table} WHERE tenant = ? AND id = ?", (tenant, name))
 
     def get(self, tenant: str, name: str) -> Stored | None:
         row = self._connection.execute(
@@ -223,12 +247,13 @@ class Database:
                 "responses.id = response WHERE items.tenant = ? AND items.id = ? ORDER BY created_s DESC LIMIT 1",
                 (tenant, each),
             ).fetchone()
-            if row is None:
-                continue
-            size += self._size(tenant, row[0])
+            alone = self.conversations.text_of_item(tenant, each) if row is None else None
+            size += self._size(tenant, row[0]) if row is not None else len(alone or "")
             if size > limit:
                 raise _too_long(f"{size} bytes", limit, "max_body_bytes", "input")
-            stored = self.get(tenant, row[0])
+            if alone is not None:
+                found[each] = json.loads(alone)
+            stored = self.get(tenant, row[0]) if row is not None else None
             if stored is not None:
                 found |= {item["id"]: item for item in _all_items(stored) if item["id"] in wanted}
         return found
@@ -244,11 +269,14 @@ class Database:
 
     def forget_old(self) -> None:
         self._connection.execute("DELETE FROM responses WHERE created_s < ?", (self._oldest_s(),))
+        self._connection.execute("DELETE FROM conversations WHERE used_s < ?", (self._oldest_s(),))
 
     def totals(self, tenant: str | None) -> tuple[int, int]:
         """How many are kept, and their bytes. tenant: None: of all."""
         return self._connection.execute(
-            "SELECT count(*), coalesce(sum(bytes), 0) FROM responses WHERE ? IS NULL OR tenant = ?", (tenant, tenant)
+            "SELECT count(*), coalesce(sum(bytes), 0) FROM (SELECT tenant, bytes FROM responses UNION ALL "
+            "SELECT tenant, bytes FROM conversations) WHERE ?1 IS NULL OR tenant = ?1",
+            (tenant,),
         ).fetchone()
 
     def _oldest_s(self) -> float:

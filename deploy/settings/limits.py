@@ -107,9 +107,11 @@ class Limits:
     max_key_probes: int = _limit(16, "probes", "The same of one key.", "429, RESOURCE_EXHAUSTED")
 
     # -- responses that are kept or made in the background -----------------------------------------------------------
-    max_stored_responses: int = _limit(10_000, "responses", "Of one tenant, kept on disk.", "the oldest are forgotten")
+    max_stored_responses: int = _limit(
+        10_000, "kept", "Responses and conversations of one tenant.", "the oldest are forgotten"
+    )
     max_stored_bytes: int = _limit(256 * MIB, "bytes", "The same, as they are kept.", "the oldest are forgotten")
-    max_stored_age_s: float = _limit(30 * 86400.0, "s", "That a response is kept.", "it is forgotten")
+    max_stored_age_s: float = _limit(30 * 86400.0, "s", "That they are kept, unused.", "it is forgotten")
     max_background: int = _limit(64, "responses", "Of one tenant, made in the background at once.", "429")
 
     def __post_init__(self):

@@ -66,6 +66,9 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True, "keep_s": 5.0,
         "tools": [{"type": "web_search"}, {"type": "function", "name": "f", "parameters": {"type": "object"}}],
     },
+    "/v1/conversations": {
+        "metadata": {"for": "me"}, "items": [{"type": "message", "role": "user", "content": "Hello"}],
+    },
     "/v1/messages": {
         "model": "demo", "max_tokens": 4, "system": [{"type": "text", "text": "Be short."}], "temperature": 0.5,
         "messages": [{"role": "user", "content": [

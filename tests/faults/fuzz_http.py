@@ -15,6 +15,8 @@ BODIES: dict[str, dict[str, Any]] = GOOD_BODIES | {
     | {"chat_template_kwargs": {"enable_thinking": False}, "tool_choice": "auto", "logprobs": True, "top_logprobs": 2},
     "/v1/completions": GOOD_BODIES["/v1/completions"]
     | {"structured_outputs": {"choice": ["yes", "no"]}, "stop_token_ids": [5], "prompt_logprobs": 1, "priority": 1},
+    "/v1/conversations/{conversation_id}": {"metadata": {"for": "you"}},
+    "/v1/conversations/{conversation_id}/items": {"items": [{"type": "message", "role": "user", "content": "Hello"}]},
 }
 """What is posted where, right."""
 
@@ -99,8 +101,10 @@ def http_case(
 
 
 def _method(rng: random.Random, route: str) -> str:
-    if route == "/v1/responses/{response_id}":
+    if route in ("/v1/responses/{response_id}", "/v1/conversations/{conversation_id}/items/{item_id}"):
         return rng.choice(("GET", "DELETE"))
+    if route == "/v1/conversations/{conversation_id}":
+        return rng.choice(("GET", "POST", "DELETE"))
     return "POST" if route in BODIES or route.endswith("/cancel") else "GET"
 
 
@@ -112,8 +116,10 @@ def _raw(rng: random.Random) -> Case:
 def _path(rng: random.Random, route: str) -> tuple[str, bool]:
     """A path, and whether it is the route's own."""
     names = ("demo", "nobody", "a/b/c", "%00", "%2e%2e%2f", "é", "x" * 3000, "")
-    path = route.replace("{model:path}", rng.choice(names)).replace("{response_id}", _response_id(rng))
-    if "response_id" in route and rng.random() < 0.4:
+    path = route.replace("{model:path}", rng.choice(names))
+    for part in ("{response_id}", "{conversation_id}", "{item_id}"):
+        path = path.replace(part, _id(rng))
+    if path != route and rng.random() < 0.4:
         path += rng.choice(ODD_QUERIES)
     if rng.random() > 0.12:
         return path, True
@@ -125,7 +131,7 @@ def _path(rng: random.Random, route: str) -> tuple[str, bool]:
     return rng.choice(odd), False
 
 
-def _response_id(rng: random.Random) -> str:
+def _id(rng: random.Random) -> str:
     """One that other requests may have made, or none."""
     return rng.choice(("resp_fixed", "resp_fixed", "resp_0", "..", "%00", "é", "resp_" + "x" * 3000, "a%2Fb", "'--"))
 

@@ -8,6 +8,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIConversationsSession,
     OpenAIResponsesModel,
     Runner,
     function_tool,
@@ -116,5 +117,20 @@ def probes(api: str):
 
 for api in MODELS:
     probes(api)
+
+
+@probe("a session in a conversation that is kept")
+async def _():
+    session = OpenAIConversationsSession(openai_client=client)
+    agent = Agent("joiner", model=MODELS["responses"], model_settings=ModelSettings(max_tokens=20))
+    for asked in ("Which wood?", "And now?"):
+        await Runner.run(agent, asked, session=session)
+    items = await session.get_items()
+    expect([item.get("role") for item in items] == ["user", "assistant"] * 2, items)
+    expect(await session.pop_item() == items[-1], items)
+    expect(len(await session.get_items()) == 3, items)
+    await session.clear_session()
+    return "four items, the last is taken back, and then all"
+
 
 run()

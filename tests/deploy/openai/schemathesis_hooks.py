@@ -19,6 +19,7 @@ A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, 
 def map_case(context: Any, case: Any) -> Any:
     if case.query and case.meta is not None and case.meta.generation.mode.is_positive:
         case.query.pop("starting_after", None)  # which is of a stream
+        case.query.pop("after", None)  # an item that is there
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
         is_anthropics = case.path.startswith("/v1/messages")
         case.body = keep_rules_of_messages(case.body) if is_anthropics else keep_rules(case.body)
@@ -65,6 +66,10 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("continue_final_message"):
         body["add_generation_prompt"] = False
     body.pop("previous_response_id", None)  # of a response that is there
+    body.pop("conversation", None)
+    if isinstance(body.get("items"), list):
+        own = [item for item in body["items"] if item.get("type") != "item_reference"]
+        body["items"] = own or [{"role": "user", "content": "oak"}]
     if body.get("background"):
         body["store"] = True
     body.pop("chat_template_kwargs", None)  # variables of a template, which may be of any kind
@@ -95,6 +100,7 @@ def keep_rules_of_messages(body: dict[str, Any]) -> dict[str, Any]:
     for tool in tools:
         tool["input_schema"] = A_SCHEMA
         tool.pop("input_examples", None)
+        tool.pop("defer_loading", None)
     if not tools:
         body.pop("tool_choice", None)
     elif choice and choice["type"] == "tool":
@@ -132,7 +138,9 @@ def _keep_rules_of_forms(body: dict[str, Any]) -> None:
 
 def _keep_rules_of_tools(body: dict[str, Any]) -> None:
     """A tool that must be called is there, and its parameters can be compiled. Its answer has no other form."""
-    tools = body.get("tools") or []
+    tools = [tool for tool in body.get("tools") or [] if not tool["type"].startswith("web_search")]
+    if "tool_choice" in body and body.get("tools"):
+        body["tools"] = tools  # which are left out, and none may be left to choose
     within = [tool for space in tools for tool in space.get("tools") or ()]
     for tool in (*tools, *within):
         place = tool.get("function", tool)
@@ -153,6 +161,11 @@ def _short(value: Any, name: str | None = None) -> Any:
     if isinstance(value, dict):
         if value.get("type") == "image_url":
             return {"type": "text", "text": "a picture of oak"}
+        if value.get("type") in ("tool_reference", "tool_removal"):  # to tools that are there
+            return {"type": "text", "text": "oak"}
+        if value.get("type") == "tool_addition":
+            definition = {"name": "plane", "input_schema": A_SCHEMA}
+            return {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
         if value.get("type") == "tool_use":
             value = value | {"input": {"wood": "oak"}}
         if value.get("type") == "image":
