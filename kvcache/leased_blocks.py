@@ -132,14 +132,15 @@ class LeasedBlocks:
 
     def _reached(self, chain: Chain, length: int) -> int:
         """The longest up to `length` at which all groups can go on, with something that they read, whatever comes next:
-        within a block only where it is known as an end."""
+        within a block only where all of them have its end."""
         size = self._plan.block_tokens
         while length > 0:
             if length % size and chain.end(length) not in self._pool.known.ends:
                 length -= length % size
                 continue
             shorter = min(table.reaches(chain, length) for table in self._tables)
-            if shorter == length and any(table.needed(chain, length) for table in self._tables):
+            goes_on = shorter == length and all(each.goes_on_with_anything(chain, length) for each in self._tables)
+            if goes_on and any(table.needed(chain, length) for table in self._tables):
                 break
             length = min(shorter, length - 1)
         return length

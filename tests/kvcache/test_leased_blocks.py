@@ -87,6 +87,27 @@ def test_a_block_in_which_a_chunk_begins_gets_no_name_where_what_lies_before_was
     assert names[1] not in m.pool.groups[0].index and names[2] in m.pool.groups[0].index
 
 
+def test_an_end_that_a_group_has_lost_is_not_held_by_a_full_block_that_begins_so():
+    """A lease is found by any prompt that begins so; the block, by one that goes on as its text does."""
+    m = manager(Sliding(11), Full(), blocks=32)
+    m.leased.let_go(leased(m, SAID[:6]))
+    m.open(RequestId(2), m.lookup(chain := m.chain(SAID[:9])))
+    m.extend(RequestId(2), 9, 6)
+    m.commit(RequestId(2))
+    m.release(RequestId(2))
+    assert m.leased.find(chain, (6,)).lengths == (6,)
+    end = chain.end(6)
+    assert end is not None
+    m.forget(0, m.pool.groups[0].index[end])  # type: ignore[arg-type]
+    found = m.leased.find(chain, (6,))
+    assert found.lengths == (4,)
+    holding = m.leased.hold(chain, found)
+    m.leased.evict_others()
+    assert m.lookup([*SAID[:5], 90, 91]).tokens == 4
+    m.leased.let_go(holding)
+    assert recount(m).all_free
+
+
 def test_nothing_can_be_held_of_what_is_not_there():
     m = manager(Full())
     found = m.leased.find(m.chain(SAID), (14,))
