@@ -153,10 +153,6 @@ class GroupTable(ABC, Generic[RowT]):
     def needed(self, chain: Chain, length: int) -> list[int]:
         """The cached blocks with which this group can go on at `length`, in order."""
 
-    def goes_on_with_anything(self, chain: Chain, length: int) -> bool:
-        """Of a length at which it can go on: whatever token comes next?"""
-        return True
-
     def leading_run(self, chain: Chain) -> int:
         """Blocks at the front of a prompt that are cached, as far as this group keeps the front."""
         return 0

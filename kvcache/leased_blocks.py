@@ -100,6 +100,8 @@ class LeasedBlocks:
         self._caching = caching
         self._groups = pool.groups
         self._tables = tables.each
+        of_text = [not isinstance(table, EncoderTable) for table in self._tables]
+        self._indices = [group.index for group, is_of_text in zip(self._groups, of_text, strict=True) if is_of_text]
         self._retention = retention
         self._holdings: dict[int, Holding] = {}  # by identity
         self.resets = 0  # times that all of them were lost
@@ -132,15 +134,14 @@ class LeasedBlocks:
 
     def _reached(self, chain: Chain, length: int) -> int:
         """The longest up to `length` at which all groups can go on, with something that they read, whatever comes next:
-        within a block only where all of them have its end."""
+        within a block only where each has its end. A full block that begins so has one text alone."""
         size = self._plan.block_tokens
         while length > 0:
-            if length % size and chain.end(length) not in self._pool.known.ends:
+            if length % size and not all(chain.end(length) in index for index in self._indices):
                 length -= length % size
                 continue
             shorter = min(table.reaches(chain, length) for table in self._tables)
-            goes_on = shorter == length and all(each.goes_on_with_anything(chain, length) for each in self._tables)
-            if goes_on and any(table.needed(chain, length) for table in self._tables):
+            if shorter == length and any(table.needed(chain, length) for table in self._tables):
                 break
             length = min(shorter, length - 1)
         return length

@@ -355,20 +355,16 @@ class PackedBlocks(GroupBlocks):
     def recount(self, held: Counter[int]) -> GroupCount:
         count = super().recount(held)
         states = [int(holders > 0) for holders in self.holders]
-        for lists in (self._free, self._free_in_cached, self._reserved):
-            for block in chain(*lists.values()):
-                states[block] += 1
+        for block in chain(*self._free.values(), *self._free_in_cached.values(), *self._reserved.values()):
+            states[block] += 1
         for block in chain(*self._reserved.values()):
             count.used[block // self.per_page] += 1
         cached_in_use = 0
-        for page in range(len(self.holders) // self.per_page):
-            is_ours = self._pages.owner(page) == self.group
-            is_used = page == NULL_BLOCK or count.used[page] > 0
-            for block in range(max(1, page * self.per_page), (page + 1) * self.per_page):
-                is_cached = self.is_cached(block)
-                if states[block] + is_cached != (is_ours and block >= self._first_block):
-                    count.found(f"block {block} is in {states[block] + is_cached} states")
-                cached_in_use += is_cached and is_used
+        for block in range(1, len(self.holders)):
+            page, is_cached = block // self.per_page, self.is_cached(block)
+            if states[block] + is_cached != (self._pages.owner(page) == self.group and block >= self._first_block):
+                count.found(f"block {block} is in {states[block] + is_cached} states")
+            cached_in_use += is_cached and (page == NULL_BLOCK or count.used[page] > 0)
         count.equal("free blocks", self._num_free, sum(map(len, self._free.values())))
         count.equal("reserved blocks", self._num_reserved, sum(map(len, self._reserved.values())))
         count.equal("cached blocks", len(self._cached), sum(count.cached))

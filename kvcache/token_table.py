@@ -86,10 +86,6 @@ class TokenTable(GroupTable[TokenRow]):
         end = chain.end(length) if length % self._size else None
         return found if end is None or end not in index else [*found, index[end]]
 
-    def goes_on_with_anything(self, chain: Chain, length: int) -> bool:
-        """Within a block not by what a full block begins with: that has one text alone."""
-        return length % self._size == 0 or chain.end(length) in self._index
-
     def leading_run(self, chain: Chain) -> int:
         names = self.names(chain)
         at = len(names), self._known.version
