@@ -122,7 +122,8 @@ for api in MODELS:
 @probe("a session in a conversation that is kept")
 async def _():
     session = OpenAIConversationsSession(openai_client=client)
-    agent = Agent("joiner", model=MODELS["responses"], model_settings=ModelSettings(max_tokens=20))
+    settings = ModelSettings(max_tokens=24, extra_body=ENDS["responses"])
+    agent = Agent("joiner", model=MODELS["responses"], model_settings=settings)
     for asked in ("Which wood?", "And now?"):
         await Runner.run(agent, asked, session=session)
     items = await session.get_items()
