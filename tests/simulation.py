@@ -301,6 +301,7 @@ class Scenario:
             _check(not late, f"request {request.id} is over its deadline, and goes on")
 
     def _check_end(self) -> None:
+        self._outcome.virtual_s = self._now_s
         for request_id, (prompt, count) in self._prompts.items():
             request, generated = self._requests[request_id], self._generated[request_id]
             _check(request_id in self._ended, f"request {request_id} never ended")
@@ -324,7 +325,6 @@ class Scenario:
         )
         _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what is not asked for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "a request is left")
-        self._outcome.virtual_s = self._now_s
 
 
 def _may_grow(request: Request) -> bool:
