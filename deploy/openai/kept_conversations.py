@@ -1,5 +1,7 @@
 """Conversations that are kept: a response goes on with the items of one, and adds what it was asked and answered."""
 
+import logging
+import sqlite3
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from .protocol import InputItem, ItemReference
 from .responses import kept_items
 from .stored import ResponseStore
 from .stored_conversations import StoredConversation
+
+logger = logging.getLogger(__name__)
 
 ITEMS = TypeAdapter(list[InputItem])
 
@@ -53,8 +57,8 @@ class KeptConversations:
     async def add(self, name: str, items: Sequence[InputItem]) -> Sequence[Item]:
         """As they are kept. Raises `InvalidRequest` for more of them than one may have."""
         tenant, kept = TENANT.get(), _own(items)
-        await self.get(name)
-        await self._store.ask(lambda database: database.add_to_conversation(tenant, name, kept))
+        if not await self._store.ask(lambda database: database.add_to_conversation(tenant, name, kept)):
+            raise _unknown(name)
         return kept
 
     async def items(self, name: str) -> list[dict[str, Any]]:
@@ -86,8 +90,12 @@ class KeptConversations:
         return await front_end.aside(size_of(items, FEW_VALUES), lambda: ITEMS.validate_python(items))
 
     async def answered(self, tenant: str, name: str, items: Sequence[Item]) -> None:
-        """What was asked, and what came of it. Of a conversation that was deleted meanwhile, nothing is kept."""
-        await self._store.ask(lambda database: database.add_to_conversation(tenant, name, items, is_answer=True))
+        """What was asked, and what came of it. Of a conversation that was deleted meanwhile, nothing is kept. A disk
+        that is full is no reason to lose an answer."""
+        try:
+            await self._store.ask(lambda database: database.add_to_conversation(tenant, name, items, is_answer=True))
+        except sqlite3.Error as error:
+            logger.warning("an answer could not be added to its conversation: %s", error)
 
 
 def _own(items: Sequence[InputItem]) -> list[dict[str, Any]]:

@@ -170,14 +170,17 @@ class Database:
             self._make_room(tenant, name)
         return made
 
-    def add_to_conversation(self, tenant: str, name: str, items: Sequence[Item], *, is_answer: bool = False) -> None:
-        """is_answer: nothing is refused, since the model has said it; the next request is. Raises `InvalidRequest`."""
+    def add_to_conversation(self, tenant: str, name: str, items: Sequence[Item], *, is_answer: bool = False) -> bool:
+        """Whether it is there. is_answer: nothing is refused, since the model has said it; the next request is. Raises
+        `InvalidRequest`."""
+        if self.conversations.get(tenant, name) is None:
+            return False
         if not is_answer:
             self.conversations.check_room(tenant, name, items)
         with self._transaction():
-            if self.conversations.get(tenant, name) is not None:  # it may have been deleted meanwhile
-                self.conversations.append(tenant, name, items)
-                self._make_room(tenant, name)
+            self.conversations.append(tenant, name, items)
+            self._make_room(tenant, name)
+        return True
 
     def _make_room(self, tenant: str, kept: str) -> None:
         limits = self._limits
@@ -224,6 +227,11 @@ class Database:
             if found.status in RUNNING:
                 raise InvalidRequest(
                     f"response {link[:100]!r} is still being made; go on from it when it is whole",
+                    field="previous_response_id",
+                )
+            if (conversation := found.body.get("conversation")) is not None:
+                raise InvalidRequest(
+                    f"response {link[:100]!r} went on with the conversation {conversation['id']!r}; name that one",
                     field="previous_response_id",
                 )
             seen.add(link)

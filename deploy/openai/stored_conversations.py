@@ -123,10 +123,10 @@ class Conversations:
 
     def text_of_item(self, tenant: str, id_: str) -> str | None:
         """JSON of an item of any conversation."""
-        row = self._connection.execute(
-            "SELECT body FROM conversation_items WHERE tenant = ? AND id = ? LIMIT 1", (tenant, id_)
-        ).fetchone()
-        return None if row is None else row[0]
+        rows = self._connection.execute(
+            "SELECT conversation, body FROM conversation_items WHERE tenant = ? AND id = ?", (tenant, id_)
+        )
+        return next((body for name, body in rows if self.get(tenant, name) is not None), None)
 
     def delete_item(self, tenant: str, name: str, item: str) -> bool:
         """Whether it was there."""

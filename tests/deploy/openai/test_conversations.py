@@ -1,5 +1,6 @@
 """`/v1/conversations`: OpenAI's own client, and what it does not show."""
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -161,6 +162,26 @@ def test_two_ways_to_say_what_came_before_are_refused(client: Any):
         )
 
 
+def test_a_response_of_a_conversation_is_gone_on_from_by_naming_the_conversation(client: Any):
+    made = client.conversations.create(items=[SAID])
+    first = client.responses.create(model="talker", conversation=made.id, input="x", **GREEDY)
+    with pytest.raises(openai.BadRequestError, match=f"went on with the conversation '{made.id}'"):
+        client.responses.create(model="talker", input="x", previous_response_id=first.id, **GREEDY)
+
+
+def test_an_answer_that_cannot_be_added_is_told_all_the_same(
+    client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    made = client.conversations.create()
+
+    def full(*_: Any, **__: Any) -> bool:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Database, "add_to_conversation", full)
+    told = client.responses.create(model="talker", conversation=made.id, input="x", **GREEDY)
+    assert told.output_text and "could not be added" in caplog.text
+
+
 def test_without_a_place_to_keep_them_conversations_are_refused(api: Api):
     client = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match="keeps no conversations"):
@@ -227,7 +248,8 @@ def test_more_than_a_request_may_bring_is_refused_and_nothing_is_added(tmp_path:
     with pytest.raises(InvalidRequest, match=words):
         database.add_to_conversation("oak", "a", [item("3", 500)])
     assert [each["id"] for each in database.conversations.items("oak", "a") or ()] == ["1", "2"]
-    database.add_to_conversation("oak", "a", [item("3", 500)], is_answer=True)  # which the model has said
+    assert not database.add_to_conversation("ash", "a", [item("3")])  # which is not there
+    assert database.add_to_conversation("oak", "a", [item("3", 500)], is_answer=True)  # which the model has said
     with pytest.raises(InvalidRequest, match="begin a new one"):
         database.conversations.check_room("oak", "a")
     database.close()
