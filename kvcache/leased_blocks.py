@@ -100,8 +100,11 @@ class LeasedBlocks:
         self._caching = caching
         self._groups = pool.groups
         self._tables = tables.each
-        of_text = [not isinstance(table, EncoderTable) for table in self._tables]
-        self._indices = [group.index for group, is_of_text in zip(self._groups, of_text, strict=True) if is_of_text]
+        self._indices = [
+            group.index
+            for group, table in zip(self._groups, self._tables, strict=True)
+            if not isinstance(table, EncoderTable)
+        ]  # of blocks of text
         self._retention = retention
         self._holdings: dict[int, Holding] = {}  # by identity
         self.resets = 0  # times that all of them were lost

@@ -25,7 +25,7 @@ class LaterTool(Tool):
 class OfferedTools:
     """The tools that may be called, while a conversation is read from its beginning to its end.
 
-    Changes return what the model reads of it. They raise `InvalidRequest` for a tool that is not known.
+    Changes return what the model reads of them. They raise `InvalidRequest` for a tool that is not known.
     """
 
     def __init__(self, tools: Sequence[MessageTool]):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ...errors import InvalidRequest, InvalidSetting
-from ..front_end.json_pieces import json_pieces
 from ..settings.limits import Limits
+from .answers import as_json
 from .stored_conversations import TABLES, Conversations, Item, StoredConversation
 
 Result = TypeVar("Result")
@@ -133,12 +133,12 @@ class Database:
             body = json.loads(text) | {"status": "failed", "error": error}
             self._connection.execute(
                 "UPDATE responses SET status = 'failed', body = ? WHERE tenant = ? AND id = ?",
-                (_text(body), tenant, name),
+                (as_json(body), tenant, name),
             )
 
     def put(self, tenant: str, stored: Stored) -> None:
         """Keep it, in place of one of the same id. The oldest of the tenant make room; this one stays."""
-        body, items = _text(stored.body), _text(stored.items)
+        body, items = as_json(stored.body), as_json(stored.items)
         size = len(body.encode()) + len(items.encode())
         ids = {item["id"] for item in _all_items(stored)}
         with self._transaction() as connection:
@@ -152,7 +152,7 @@ class Database:
 
     def put_events(self, tenant: str, name: str, events: list[str]) -> None:
         """Keep the stream of a response that is kept."""
-        packed = zlib.compress(_text(events).encode(), 1)
+        packed = zlib.compress(as_json(events).encode(), 1)
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE responses SET events = ?, bytes = bytes + ? WHERE tenant = ? AND id = ?",
@@ -357,7 +357,3 @@ def _too_long(what: str, limit: int, name: str, field: str) -> InvalidRequest:
         field=field,
         limit=limit,
     )
-
-
-def _text(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    return "".join(json_pieces(value))

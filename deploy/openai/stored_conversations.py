@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
-from ..front_end.json_pieces import json_pieces
 from ..settings.limits import Limits
+from .answers import as_json
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS conversations (
@@ -54,9 +54,10 @@ class Conversations:
         self._limits = limits
 
     def create(self, tenant: str, name: str, metadata: Mapping[str, str], items: Sequence[Item]) -> StoredConversation:
-        now_s, text = time.time(), _text(metadata)
+        now_s, text = time.time(), as_json(metadata)
         self._connection.execute(
-            "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)", (tenant, name, now_s, now_s, text, len(text))
+            "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)",
+            (tenant, name, now_s, now_s, text, len(text.encode())),
         )
         self.append(tenant, name, items)
         return StoredConversation(name, now_s, dict(metadata))
@@ -69,7 +70,7 @@ class Conversations:
         return None if row is None else StoredConversation(name, row[0], json.loads(row[1]))
 
     def set_metadata(self, tenant: str, name: str, metadata: Mapping[str, str]) -> None:
-        text = _text(metadata)
+        text = as_json(metadata)
         self._connection.execute(
             "UPDATE conversations SET bytes = bytes + ? - length(CAST(metadata AS BLOB)), metadata = ? "
             "WHERE tenant = ? AND id = ?",
@@ -78,7 +79,7 @@ class Conversations:
 
     def append(self, tenant: str, name: str, items: Sequence[Item]) -> None:
         """At its end. It is the latest that was used."""
-        texts = [(item["id"], _text(item)) for item in items]
+        texts = [(item["id"], as_json(item)) for item in items]
         [(last,)] = self._connection.execute(
             "SELECT coalesce(max(place), -1) FROM conversation_items WHERE tenant = ? AND conversation = ?",
             (tenant, name),
@@ -109,7 +110,7 @@ class Conversations:
             (tenant, name),
         ).fetchone()
         size, count = row or (0, 0)
-        size += sum(len(_text(item).encode()) for item in more)
+        size += sum(len(as_json(item).encode()) for item in more)
         for what, found, limit, setting in (
             ("items", count + len(more), self._limits.max_messages, "max_messages"),
             ("bytes", size, self._limits.max_body_bytes, "max_body_bytes"),
@@ -146,7 +147,3 @@ class Conversations:
         """Whether it was there."""
         done = self._connection.execute("DELETE FROM conversations WHERE tenant = ? AND id = ?", (tenant, name))
         return done.rowcount > 0
-
-
-def _text(value: Mapping[str, Any]) -> str:
-    return "".join(json_pieces(value))

@@ -111,7 +111,7 @@ class Limits:
         10_000, "kept", "Responses and conversations of one tenant.", "the oldest are forgotten"
     )
     max_stored_bytes: int = _limit(256 * MIB, "bytes", "The same, as they are kept.", "the oldest are forgotten")
-    max_stored_age_s: float = _limit(30 * 86400.0, "s", "That they are kept, unused.", "it is forgotten")
+    max_stored_age_s: float = _limit(30 * 86400.0, "s", "Since one was made or last added to.", "it is forgotten")
     max_background: int = _limit(64, "responses", "Of one tenant, made in the background at once.", "429")
 
     def __post_init__(self):
