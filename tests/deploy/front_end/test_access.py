@@ -24,6 +24,9 @@ from intarsia.deploy.grpc.reflection import SERVICE_NAMES
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.openai.kept import KeptResponses
+from intarsia.deploy.openai.stored import ResponseStore, StoreSettings
+from intarsia.deploy.settings.limits import Limits
 from intarsia.deploy.tools.chat import ChatServer
 from intarsia.deploy.tools.top import Server, fetch_snapshot
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
@@ -142,8 +145,9 @@ def test_keys_come_from_a_file_too(start: Start, tmp_path: Path):
 
 
 def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
-    kept: Any = object()
-    app = make_app(lambda: start(AccessSettings()).front_end, kept=kept, interfaces=(add_messages,))
+    kept = KeptResponses(ResponseStore(StoreSettings(), 0, Limits()), Limits())
+    front_end = start(AccessSettings()).front_end
+    app = make_app(lambda: front_end, kept=kept, interfaces=(add_messages,))
     routes = {route.path for route in app.routes if isinstance(route, Route)}
     assert routes == set(ROUTES)
     pool = descriptor_pool.Default()

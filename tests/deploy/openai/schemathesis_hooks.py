@@ -138,9 +138,10 @@ def _keep_rules_of_forms(body: dict[str, Any]) -> None:
 
 def _keep_rules_of_tools(body: dict[str, Any]) -> None:
     """A tool that must be called is there, and its parameters can be compiled. Its answer has no other form."""
-    tools = [tool for tool in body.get("tools") or [] if not tool["type"].startswith("web_search")]
+    asked = [tool for tool in body.get("tools") or [] if not tool["type"].startswith("web_search")]
+    tools = [tool for tool in asked if tool["type"] != "namespace" or tool["tools"]]
     if "tool_choice" in body and body.get("tools"):
-        body["tools"] = tools  # which are left out, and none may be left to choose
+        body["tools"] = tools  # searches are left out, a namespace may be empty: none may be left to choose
     within = [tool for space in tools for tool in space.get("tools") or ()]
     for tool in (*tools, *within):
         place = tool.get("function", tool)
@@ -150,10 +151,17 @@ def _keep_rules_of_tools(body: dict[str, Any]) -> None:
         body["tool_choice"] = "none"
     chosen = body.get("tool_choice")
     if isinstance(chosen, dict):
-        chosen.get("function", chosen)["name"] = tools[0].get("function", tools[0])["name"]
+        chosen.get("function", chosen)["name"] = _name_of(tools[0])
     if tools:
         body.pop("structured_outputs", None)
         body.pop("response_format", None)
+
+
+def _name_of(tool: dict[str, Any]) -> str:
+    """Of a function, which may lie in a namespace."""
+    if tool["type"] == "namespace":
+        return f"{tool['name']}.{tool['tools'][0]['name']}"
+    return tool.get("function", tool)["name"]
 
 
 def _short(value: Any, name: str | None = None) -> Any:

@@ -42,6 +42,7 @@ def kept_at(api: Api, loop: Loop) -> Iterator[str]:
     loop.run(end())
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
     ("examples", "phases"),
     [(12, "coverage,fuzzing"), pytest.param(200, "coverage,fuzzing,stateful", marks=pytest.mark.slow)],
