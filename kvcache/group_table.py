@@ -106,11 +106,11 @@ class GroupRow:
 
 def marks_of(found: int, branch: int, prompt_tokens: int, borders: Sequence[int], block_tokens: int) -> tuple[int, ...]:
     """Lengths at which another request may want to go on, in order, of a prompt that has just begun: where it goes on
-    itself, where it leaves what is known, at its last block border, and at those before the borders that it tells."""
+    itself, where it leaves what is known, at its last block border, and at the borders that it tells. Of those before
+    `found`, only what lies inside the same block: it goes on in a copy of that one."""
     size = block_tokens
-    prompt_end = (prompt_tokens - 1) // size * size
-    marks = {found, branch, prompt_end, *(border // size * size for border in borders)}
-    return tuple(sorted(mark for mark in marks if mark and found <= mark <= max(found, prompt_end)))
+    marks = {branch, (prompt_tokens - 1) // size * size, *borders}
+    return tuple(sorted({mark for mark in marks if found // size * size < mark < prompt_tokens} | {found} - {0}))
 
 
 RowT = TypeVar("RowT", bound=GroupRow)

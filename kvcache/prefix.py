@@ -11,7 +11,7 @@ mark, a digest of key and salt. It tells who may hear of a block, and nothing ha
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from struct import iter_unpack
@@ -232,7 +232,8 @@ class Namer:
 class Ends:
     """Prefixes that end inside a block and are cached: where to look beyond the last full block.
 
-    `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends.
+    `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends. Blocks that go
+    on beyond an end hold it, too, under names of their own: `holders(end)` gives these.
 
     Invariant: the counts of an end say in how many blocks it is cached; nothing is kept of an end that is in none.
     """
@@ -240,31 +241,61 @@ class Ends:
     def __init__(self) -> None:
         self._tails: dict[bytes, dict[int, int]] = {}  # name of the full blocks -> tail tokens -> cached blocks
         self._of: dict[bytes, tuple[bytes, int, int]] = {}  # end -> name of the full blocks, tail tokens, cached blocks
+        self._within: dict[bytes, tuple[bytes, int, dict[bytes, None]]] = {}  # end -> as above, names of its holders
+        self._held: dict[bytes, list[bytes]] = {}  # name of a holder -> ends
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._of) + len(self._within)
 
     def __contains__(self, end: bytes | None) -> bool:
-        return end in self._of
+        return end in self._of or end in self._within
 
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)
 
+    def holders(self, end: bytes) -> Iterable[bytes]:
+        """The names of blocks that hold this end and go on. Not every group has all of them."""
+        return self._within[end][2] if end in self._within else ()
+
     def add(self, end: bytes, full: bytes, tail_tokens: int) -> None:
-        tails = self._tails.setdefault(full, {})
-        tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
+        self._add_tail(full, tail_tokens)
         self._of[end] = full, tail_tokens, self._of[end][2] + 1 if end in self._of else 1
 
-    def remove(self, end: bytes) -> None:
-        """One cached block of that end is evicted. Any other name is ignored."""
-        if end not in self._of:
+    def add_within(self, end: bytes, full: bytes, tail_tokens: int, holder: bytes) -> bool:
+        """holder: the name of a block that holds the end and goes on. False: that is known."""
+        if end not in self._within:
+            self._add_tail(full, tail_tokens)
+            self._within[end] = full, tail_tokens, {}
+        holders = self._within[end][2]
+        if holder in holders:
+            return False
+        holders[holder] = None
+        self._held.setdefault(holder, []).append(end)
+        return True
+
+    def remove(self, name: bytes) -> None:
+        """One cached block of that name is evicted: it may be an end, or hold some. All groups need what it held."""
+        for end in self._held.pop(name, ()) if self._held else ():
+            full, tail_tokens, holders = self._within[end]
+            del holders[name]
+            if not holders:
+                del self._within[end]
+                self._drop_tail(full, tail_tokens)
+        if name not in self._of:
             return
-        full, tail_tokens, count = self._of.pop(end)
+        full, tail_tokens, count = self._of.pop(name)
         if count > 1:
-            self._of[end] = full, tail_tokens, count - 1
+            self._of[name] = full, tail_tokens, count - 1
+        assert self._tails[full][tail_tokens] >= count, "fewer prefixes end there than are cached"
+        self._drop_tail(full, tail_tokens)
+
+    def _add_tail(self, full: bytes, tail_tokens: int) -> None:
+        tails = self._tails.setdefault(full, {})
+        tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
+
+    def _drop_tail(self, full: bytes, tail_tokens: int) -> None:
         tails = self._tails[full]
         tails[tail_tokens] -= 1
-        assert tails[tail_tokens] >= count - 1, "fewer prefixes end there than are cached"
         if tails[tail_tokens] == 0:
             del tails[tail_tokens]
             if not tails:

@@ -28,8 +28,8 @@ class StateRow(GroupRow):
 
 
 class StateTable(GroupTable[StateRow]):
-    """Snapshots are saved where the next request is likely to go on: where this prompt left a known path, at the last
-    block border before its end, at its very end, and every `_every` tokens between.
+    """Snapshots are saved where the next request is likely to go on: where this prompt left a known path, where others
+    may part from it, at the last block border before its end, at its very end, and every `_every` tokens between.
     """
 
     LEAST_EVERY, MOST_EVERY = 512, 4096
@@ -122,9 +122,7 @@ class StateTable(GroupTable[StateRow]):
         due = [save for save in own.saves if save.length <= row.extent]
         own.saves = [save for save in own.saves if save.length > row.extent]
         for save in due:
-            name = self._name_at(row.chain, save.length)
-            if name is not None and name not in self._index:
-                self._blocks.name([save.block], [name])
+            self._name_end(row.chain, save.length, save.block)
             self._blocks.give_back_one(save.block, Tier.USUAL if save.length in row.marks else Tier.LOW)
 
     def finish(self, row: Row, tier: Tier) -> None:
@@ -155,5 +153,5 @@ class StateTable(GroupTable[StateRow]):
         if length < first and (not row.marks or length < row.marks[0] or row.extent >= row.marks[-1]):
             return []  # as in most decode steps
         lengths = {*range(first, length + 1, self._every), *(m for m in row.marks if row.extent < m <= length)}
-        names, size = row.chain.names, self._size
-        return sorted(m for m in lengths if m // size <= len(names) and names[m // size - 1] not in self._index)
+        named = {length: self._name_at(row.chain, length) for length in lengths}
+        return sorted(length for length, name in named.items() if name is not None and name not in self._index)

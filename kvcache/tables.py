@@ -36,6 +36,7 @@ class Tables:
         self.states = [each for each in self.each if isinstance(each, StateTable)]
         self.has_windows = any(map(moves_on, reaches))
         self.keep_front = any(reach.keeps is Keeps.TOKENS and not moves_on(reach) for reach in reaches)
+        self.can_end_inside = not any(group.is_draft for group in plan.groups)  # a prefix, of a block
         self.are_states_alone = all(reach.keeps is Keeps.STATE for reach in reaches)
         # While a request grows by single tokens, the other ones have nothing to name, and never anything to give back.
         self.moving = [

@@ -1,4 +1,6 @@
-"""What must hold of the points of a pool at any time."""
+"""What must hold of the points of a pool, and of its ends, at any time."""
+
+from collections import Counter
 
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.points import Point, PointTree
@@ -38,3 +40,21 @@ def check_points(manager: CacheManager) -> None:
         whole = point.encoder is not None or not has_places
         could_be = point.is_kept and not point.users and (point.is_end if whole else point.is_ready)
         assert (point.place >= 0) == could_be, f"{point.start} to {point.end} is a candidate or not: {could_be}"
+
+
+def check_ends(manager: CacheManager) -> None:
+    """Each end is counted once for each block that ends there, and once if blocks that are known go on beyond it."""
+    ends, groups = manager.pool.known.ends, manager.pool.groups
+    tails: dict[bytes, Counter[int]] = {}
+    for end, (full, tail_tokens, count) in ends._of.items():
+        assert count == sum(end in group.index for group in groups), "an end is in more or fewer blocks than it counts"
+        tails.setdefault(full, Counter())[tail_tokens] += count
+    held = {(holder, end) for holder, each in ends._held.items() for end in each}
+    for end, (full, tail_tokens, holders) in ends._within.items():
+        assert holders and all(any(name in group.index for group in groups) for name in holders), (
+            "no block holds an end"
+        )
+        assert {(name, end) for name in holders} <= held
+        held -= {(name, end) for name in holders}
+        tails.setdefault(full, Counter())[tail_tokens] += 1
+    assert not held and tails == ends._tails

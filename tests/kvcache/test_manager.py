@@ -12,7 +12,7 @@ from intarsia.kvcache.lookup import Hit
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.misses import Miss
 from intarsia.kvcache.plan import PlanSettings
-from intarsia.kvcache.prefix import Encoder
+from intarsia.kvcache.prefix import Encoder, GivenChain
 from intarsia.kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
@@ -37,18 +37,25 @@ def run(m: CacheManager, request: RequestId, tokens: Sequence[int], start: int =
         m.commit(request)
 
 
-def start(m: CacheManager, request: RequestId, tokens: Sequence[int], chunk: int = 1000, salt: bytes = b"") -> Hit:
+def start(
+    m: CacheManager,
+    request: RequestId,
+    tokens: Sequence[int],
+    chunk: int = 1000,
+    salt: bytes = b"",
+    borders: Sequence[int] = (),
+) -> Hit:
     """Open a request and run its prompt."""
     hit = m.lookup(tokens, salt)
-    m.open(request, hit)
+    m.open(request, hit, borders)
     run(m, request, tokens, hit.tokens, chunk)
     recount(m)
     return hit
 
 
-def serve(m: CacheManager, tokens: Sequence[int], request: RequestId = C, **retain) -> Hit:
+def serve(m: CacheManager, tokens: Sequence[int], request: RequestId = C, borders: Sequence[int] = (), **retain) -> Hit:
     """A whole request: from lookup to release."""
-    hit = start(m, request, tokens)
+    hit = start(m, request, tokens, borders=borders)
     m.release(request, retain=Retain(**retain))
     recount(m)
     return hit
@@ -313,16 +320,62 @@ def test_a_snapshot_is_saved_where_a_prompt_leaves_a_known_path():
     assert m.lookup(list(range(20)) + [77] * 9).tokens == 20
 
 
-def test_a_snapshot_is_saved_at_the_last_block_border_before_a_border_that_is_told():
+def test_a_snapshot_is_saved_at_a_border_that_is_told_inside_a_block():
     m = manager(Full(), State(), blocks=200)
     prompt = list(range(41))
     m.open(A, m.lookup(prompt), borders=[22, 1, 900])
-    assert [save.length for save in m.extend(A, 41).saves] == [20, 40]
+    assert [save.length for save in m.extend(A, 41).saves] == [22, 40]
     m.commit(A)
     m.release(A)
     hit = m.lookup([*prompt[:22], *[77] * 9])
-    assert (hit.tokens, hit.misses) == (20, (Miss("new", 11),))
+    assert (hit.tokens, hit.misses) == (22, (Miss("new", 9),))
     recount(m)
+
+
+@pytest.mark.parametrize("reach", [Full(), Sliding(9), Sliding(2), Chunked(7), State()], ids=str)
+def test_a_prompt_that_parts_inside_a_block_finds_all_before_it(reach: Reach):
+    m = manager(Full(), reach, blocks=200)
+    prompt, beginning = list(range(41)), list(range(22))
+    serve(m, prompt, borders=[22])
+    hit = m.lookup([*beginning, *[77] * 9])
+    assert hit.tokens == 22
+    m.open(B, hit)
+    growth = m.extend(B, 31)
+    sources = {copy.group: copy.source for copy in growth.copies}
+    assert sources[0] == m.pool.groups[0].index[m.names(0, m.chain(prompt))[5]]  # the block that goes on as A's did
+    m.commit(B)
+    m.release(B)
+    assert m.lookup([*beginning, 5, 6]).tokens == 22
+    recount(m)
+
+
+def test_a_border_inside_the_last_block_is_found_however_little_followed():
+    m = manager(Full(), Sliding(5), State(), blocks=200)
+    serve(m, list(range(23)), borders=[21])
+    assert m.lookup([*range(21), 77, 78]).tokens == 21
+    assert m.lookup([*range(23), 77]).tokens == 23
+    recount(m)
+
+
+def test_a_border_is_found_as_long_as_one_of_the_blocks_that_hold_it_is():
+    m = manager(Full(), blocks=200)
+    beginning = list(range(22))
+    for word in (50, 60):
+        serve(m, [*beginning, *[word] * 9], borders=[22])
+    holders = [m.names(0, m.chain([*beginning, *[word] * 9]))[5] for word in (50, 60)]
+    for left, name in zip((22, 20), holders, strict=True):
+        m.forget(0, BlockId(m.pool.groups[0].index[name]))
+        assert m.lookup([*beginning, 77, 78]).tokens == left
+    recount(m)
+
+
+def test_a_border_in_a_chain_that_cannot_end_inside_blocks_is_the_block_border_before():
+    m = manager(Full(), State(), blocks=200)
+    m.open(A, m.lookup(GivenChain([b"%032d" % n for n in range(10)], 41)), borders=[22])
+    assert [save.length for save in m.extend(A, 41).saves] == [20, 40]
+    m = manager(Full(), Full(), State(), draft=[1], blocks=200)
+    m.open(A, m.lookup(list(range(41))), borders=[22])
+    assert [save.length for save in m.extend(A, 41).saves] == [20, 40]
 
 
 def test_an_encoders_blocks_are_found_by_content_whatever_the_text():

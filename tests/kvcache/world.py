@@ -25,7 +25,7 @@ from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.kvcache.plans import plan_of
-from intarsia.tests.kvcache.points_check import check_points
+from intarsia.tests.kvcache.points_check import check_ends, check_points
 
 REACHES: tuple[Reach, ...] = (
     Full(), Sliding(1), Sliding(2), Sliding(5), Sliding(9), Chunked(4), Chunked(7), State(), Cross(),
@@ -80,7 +80,7 @@ class World:
         assert all(miss.tokens > 0 for miss in hit.misses), "a cause of no tokens"
         self.hit_tokens += hit.tokens
         request = self._new_id()
-        self.manager.open(request, hit)
+        self.manager.open(request, hit, [self.rng.randint(1, len(known) + 1) for _ in range(self.rng.randint(0, 2))])
         self.live[request] = _Live(known, hit.tokens, image if encoder else None)
         return self._done(request)
 
@@ -273,6 +273,7 @@ class World:
         self.operations += 1
         recount(self.manager)
         check_points(self.manager)
+        check_ends(self.manager)
         # A drafter's blocks are named by the token after them, too, which need not be the same.
         for holding, chain in () if any(group.is_draft for group in self.plan.groups) else self.leases[:3]:
             length = holding.prefix.lengths[-1]
