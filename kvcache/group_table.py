@@ -129,6 +129,7 @@ class GroupTable(ABC, Generic[RowT]):
         self.layers = group.reach.name  # the kind of its layers, in a word
         self._blocks = pool.groups[g]
         self._index = self._blocks.index
+        self._known = pool.known
         self._ends = pool.known.ends
         self._caching = caching
         self._rows: dict[RequestId, RowT] = {}
@@ -305,3 +306,16 @@ class GroupTable(ABC, Generic[RowT]):
         self._blocks.name([block], [name])
         if tail:
             self._ends.add(name, chain.names[blocks - 1], tail)
+
+    def _name_marks(self, row: Row, first: int, written: int) -> None:
+        """Of the blocks from `first` on, which have their names, those that hold a mark are found by it, too: another
+        prompt may go on from there with other tokens. written: tokens of the sequence, up to the end of these blocks"""
+        size, chain = self._size, row.chain
+        if not row.marks or row.marks[-1] < first * size:
+            return  # as in most decode steps
+        for mark in row.marks:
+            blocks, tail = divmod(mark, size)
+            if tail and first <= blocks and mark < written:
+                name, end = self._name_at(chain, min(written, (blocks + 1) * size)), chain.end(mark)
+                if end is not None and name is not None and name in self._index:
+                    self._known.version += self._ends.add_within(end, chain.names[blocks - 1], tail, name)

@@ -133,18 +133,15 @@ class CacheManager:
     # -- acting: the life of a request -------------------------------------------------------------------------------
 
     def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = (), *, is_asked: bool = True) -> None:
-        """Begin a request that holds the blocks of `hit`. borders: lengths at which other prompts are likely to part
-        from it, in tokens; what they would need there is worth more. is_asked: by a client; else nothing is learnt from
-        it."""
-        size = self.plan.block_tokens
-        if not self._tables.can_end_inside or not isinstance(hit.chain, TokenChain):
-            borders = [border // size * size for border in borders]
+        """Begin a request that holds the blocks of `hit`. borders: lengths in tokens at which other prompts are likely
+        to part from it. is_asked: by a client; else nothing is learnt from it."""
+        borders = self._tables.borders(hit.chain, borders)
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
         for table in self._tables.each:
             table.open(row, hit.tokens)
         if hit.tokens and any(table.has_source(request) for table in self._tables.each):
             row.sources = HELD
-        row.marks = marks_of(hit.tokens, hit.branch, hit.chain.known, borders, size)
+        row.marks = marks_of(hit.tokens, hit.branch, hit.chain.known, borders, self.plan.block_tokens)
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:

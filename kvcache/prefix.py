@@ -11,7 +11,7 @@ mark, a digest of key and salt. It tells who may hear of a block, and nothing ha
 
 import secrets
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from struct import iter_unpack
@@ -233,7 +233,7 @@ class Ends:
     """Prefixes that end inside a block and are cached: where to look beyond the last full block.
 
     `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends. Blocks that go
-    on beyond an end hold it, too, under names of their own: `holders(end)` gives these.
+    on beyond an end hold it, too, under names of their own: `holder(end)` gives one.
 
     Invariant: the counts of an end say in how many blocks it is cached; nothing is kept of an end that is in none.
     """
@@ -253,9 +253,12 @@ class Ends:
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)
 
-    def holders(self, end: bytes) -> Iterable[bytes]:
-        """The names of blocks that hold this end and go on. Not every group has all of them."""
-        return self._within[end][2] if end in self._within else ()
+    def holder(self, end: bytes | None, index: Container[bytes]) -> bytes | None:
+        """The name of a block that holds this end, and ends there or goes on. index: of the group that must have it"""
+        if end is None or end in index:
+            return end
+        holders = self._within[end][2] if end in self._within else ()
+        return next((name for name in holders if name in index), None)
 
     def add(self, end: bytes, full: bytes, tail_tokens: int) -> None:
         self._add_tail(full, tail_tokens)

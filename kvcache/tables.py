@@ -1,10 +1,13 @@
 """The block tables of all groups, one for each, by what its layers keep; and what follows from their kinds."""
 
+from collections.abc import Sequence
+
 from .draft_table import DraftTable
 from .encoder_table import EncoderTable
 from .group_table import GroupTable, Row
 from .plan import Group, MemoryPlan
 from .pool import BlockPool
+from .prefix import Chain, TokenChain
 from .reach import Keeps, moves_on
 from .state_table import StateTable
 from .token_table import TokenTable
@@ -36,7 +39,8 @@ class Tables:
         self.states = [each for each in self.each if isinstance(each, StateTable)]
         self.has_windows = any(map(moves_on, reaches))
         self.keep_front = any(reach.keeps is Keeps.TOKENS and not moves_on(reach) for reach in reaches)
-        self.can_end_inside = not any(group.is_draft for group in plan.groups)  # a prefix, of a block
+        self._block_tokens = plan.block_tokens
+        self._has_drafts = any(group.is_draft for group in plan.groups)
         self.are_states_alone = all(reach.keeps is Keeps.STATE for reach in reaches)
         # While a request grows by single tokens, the other ones have nothing to name, and never anything to give back.
         self.moving = [
@@ -52,6 +56,13 @@ class Tables:
         if self._alike is not None:
             return [self._alike.missing(row, length)] * len(self.each)
         return [table.missing(row, length) for table in self.each]
+
+    def borders(self, chain: Chain, told: Sequence[int]) -> Sequence[int]:
+        """Where another request could go on, of the lengths that a client tells: where no prefix can end inside a
+        block, at the block border before."""
+        if isinstance(chain, TokenChain) and not self._has_drafts:
+            return told
+        return [length - length % self._block_tokens for length in told]
 
     def next_event(self, row: Row) -> int:
         """Shortest length beyond the present one at which something has to be done."""

@@ -48,7 +48,6 @@ class TokenTable(GroupTable[TokenRow]):
     def __init__(self, g: int, group: Group, pool: BlockPool, *, caching: bool):
         super().__init__(g, group, pool, caching=caching)
         self._moves_on = moves_on(group.reach)
-        self._known = pool.known
         self._run: tuple[list[bytes], tuple[int, int], int] = ([], (0, 0), 0)  # of which names, when, how long
 
     # -- asking for a prefix -----------------------------------------------------------------------------------------
@@ -69,11 +68,9 @@ class TokenTable(GroupTable[TokenRow]):
                 if n >= len(names) or names[n] not in index:
                     return (n + 1) * size - 1
         # All full blocks are there. What is left is the tail, which is the beginning of a full block, or an end.
-        if not tail or first > blocks:
+        if not tail or first > blocks or (blocks < len(names) and names[blocks] in index):
             return length
-        if blocks < len(names) and names[blocks] in index:
-            return length
-        return length if self._holder(chain, length) is not None else length - 1  # another may end before
+        return length if self._ends.holder(chain.end(length), index) else length - 1  # another may end before
 
     def cause(self, chain: Chain, length: int) -> str:
         """An end that is lacking is a matter of alignment."""
@@ -83,7 +80,7 @@ class TokenTable(GroupTable[TokenRow]):
         names, index = self.names(chain), self._index
         first = self._reach.oldest_needed(length) // self._size
         found = [index[name] for name in names[first : length // self._size] if name in index]
-        holder = self._holder(chain, length) if length % self._size else None
+        holder = self._ends.holder(chain.end(length), index) if length % self._size else None
         return found if holder is None else [*found, index[holder]]
 
     def leading_run(self, chain: Chain) -> int:
@@ -95,13 +92,6 @@ class TokenTable(GroupTable[TokenRow]):
             assert run <= len(names), f"{run} blocks of {len(names)} are cached"
             self._run = names, at, run
         return run
-
-    def _holder(self, chain: Chain, length: int) -> bytes | None:
-        """The name of a cached block that holds the tokens of an end inside it, and none or others after them."""
-        end, index = chain.end(length), self._index
-        if end is None or end in index:
-            return end
-        return next((name for name in self._ends.holders(end) if name in index), None)
 
     def _first_lacking(self, chain: Chain, length: int) -> bytes | None:
         """The name of the first full block that a request which goes on at `length` needs and that is not cached."""
@@ -139,8 +129,8 @@ class TokenTable(GroupTable[TokenRow]):
         self._blocks.share(held)
         own.blocks = [NULL_BLOCK] * own.first + held
         if tail and oldest < length:
-            name = names[blocks] if blocks < len(names) and names[blocks] in index else self._holder(row.chain, length)
-            assert name is not None, f"a hit of {length} tokens ends inside a block, and its end has no name"
+            name = self._ends.holder(row.chain.end(length), index) or names[blocks]
+            assert name in index, f"a hit of {length} tokens ends inside a block, and no block holds its end"
             self._await_copy(own, BlockId(index[name]))
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
@@ -162,7 +152,7 @@ class TokenTable(GroupTable[TokenRow]):
         full, tail = divmod(row.extent, self._size)
         if self._caching and tail and own.first <= full < len(own.blocks):
             self._name_end(row.chain, row.extent, own.blocks[full])
-            self._name_within(row, full, row.extent)
+            self._name_marks(row, full, row.extent)
         # The front of a sequence outlives its tail: it is the likelier prefix.
         self._blocks.give_back(reversed(own.blocks[own.first :]), tier)
 
@@ -192,25 +182,13 @@ class TokenTable(GroupTable[TokenRow]):
                 first = max(own.named, own.first)
                 if first < full:
                     self._blocks.name(own.blocks[first:full], names[first:full])
-                    if row.marks and first * self._size < row.marks[-1]:  # never in most decode steps
-                        self._name_within(row, first, full * self._size)
+                    self._name_marks(row, first, full * self._size)
                 own.named = full
                 assert full <= len(own.blocks), f"request {row.request} names more blocks than it has"
         if self._moves_on:
             passed = self._reach.oldest_needed(row.extent) // self._size
             if passed > own.first:
                 self._pass(row, own, min(passed, len(own.blocks)))
-
-    def _name_within(self, row: Row, first: int, written: int) -> None:
-        """Of the blocks from `first` on, which have their names, those that hold a mark are known by it, too: another
-        prompt may go on from there with other tokens."""
-        size, chain = self._size, row.chain
-        for mark in row.marks:
-            blocks, tail = divmod(mark, size)
-            if tail and first <= blocks and mark < written:
-                name, end = self._name_at(chain, min(written, (blocks + 1) * size)), chain.end(mark)
-                if end is not None and name is not None and name in self._index:
-                    self._known.version += self._ends.add_within(end, chain.names[blocks - 1], tail, name)
 
     def _pass(self, row: Row, own: TokenRow, stop: int) -> None:
         """Give back the blocks before `stop`. Those that another request could go on with at a mark are worth more."""

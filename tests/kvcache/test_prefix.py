@@ -75,3 +75,18 @@ def test_two_ends_of_one_length_are_forgotten_each_by_itself():
     assert (ends.after(b"full"), len(ends)) == ({3: 1}, 1)
     ends.remove(b"other end")
     assert (ends.after(b"full"), len(ends)) == (None, 0)
+
+
+def test_an_end_is_held_by_blocks_that_go_on_beyond_it_until_the_last_of_them_is_gone():
+    ends = Ends()
+    for holder in (b"one", b"other"):
+        assert ends.add_within(b"end", b"full", 3, holder)
+    assert not ends.add_within(b"end", b"full", 3, b"one")
+    assert (b"end" in ends, ends.after(b"full"), len(ends)) == (True, {3: 1}, 1)
+    assert ends.holder(b"end", {b"other"}) == b"other"  # a group that lacks the first of them
+    assert ends.holder(b"end", {b"end", b"one"}) == b"end"
+    assert ends.holder(b"end", set()) is ends.holder(None, {b"one"}) is None
+    ends.remove(b"one")
+    assert ends.holder(b"end", {b"one", b"other"}) == b"other"
+    ends.remove(b"other")
+    assert (b"end" in ends, ends.after(b"full"), len(ends)) == (False, None, 0)

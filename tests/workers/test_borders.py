@@ -10,7 +10,20 @@ from intarsia.tests.local import Completion, asking, make_engine
 from intarsia.tests.models import is_greedy, load_oracle, prompts
 
 BLOCK_TOKENS = 8
-FAMILIES = ("gemma3", "gpt_oss", "nemotron_h", "qwen3_5", "qwen3_5_moe", "falcon_h1", "jamba", "lfm2", "gemma3n")
+FAMILIES = (
+    "gemma3",
+    "gpt_oss",
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "falcon_h1",
+    "jamba",
+    "lfm2",
+    "gemma3n",
+    "llama4",
+    "deepseek_v4",
+    "kimi_linear",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
