@@ -158,6 +158,7 @@ class Scenario:
             priority=rng.choice([0, 0, 0, 1, -1, 5]),
             tenant=rng.choice(["", "", "a", "b"]),
             timeout_s=rng.choice([None, None, None, 0.001, 0.05, 0.5]),
+            borders=tuple(rng.randint(1, LONGEST) for _ in range(rng.choice([0, 1, 1, 3]))),
         )
         if self._leased is not None:
             prompt, options = self._leased.next_turn(LONGEST - 8) or (prompt, options)
