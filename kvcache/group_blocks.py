@@ -30,12 +30,25 @@ REMEMBERED_NAMES = 1 << 20
 class Known:
     """What the groups of a pool tell together of the names that they know."""
 
-    __slots__ = ("ends", "log", "version")
+    __slots__ = ("_indices", "ends", "log", "version")
 
     def __init__(self) -> None:
         self.version = 0  # counts up whenever a name appears or disappears
         self.ends = Ends()  # of the names, those of prefixes that end inside a block
         self.log: EventLog | None = None  # None while there is no listener
+        self._indices: list[dict[bytes, int]] = []  # of all groups
+
+    def add_index(self) -> dict[bytes, int]:
+        """Of a group: name -> block."""
+        self._indices.append({})
+        return self._indices[-1]
+
+    def dropped(self, name: bytes) -> None:
+        """One group knows it no longer."""
+        self.version += 1
+        self.ends.remove(name)
+        if self.ends.is_holder(name) and not any(name in index for index in self._indices):
+            self.ends.remove_holder(name)
 
 
 class GroupBlocks(ABC):
@@ -52,7 +65,7 @@ class GroupBlocks(ABC):
         num_blocks = pages.num_pages * per_page
         self.holders = [0] * num_blocks
         self.num_held = 0  # blocks with at least one holder
-        self.index: dict[bytes, int] = {}  # name -> block, held or cached
+        self.index = known.add_index()  # name -> block, held or cached
         self.num_evicted = 0  # blocks that lost their name to make room, since the start
         self._name_of: list[bytes | None] = [None] * num_blocks
         self._gone: OrderedDict[bytes, bool] = OrderedDict()  # names that are known no longer: by a reset? Latest last
@@ -200,8 +213,7 @@ class GroupBlocks(ABC):
         assert self.index[name] == block, f"the name of block {block} of group {self.group} is that of another block"
         self._name_of[block] = None
         del self.index[name]
-        self._known.version += 1
-        self._known.ends.remove(name)
+        self._known.dropped(name)
         self._gone[name] = False
         if len(self._gone) > self._max_gone:
             self._gone.popitem(last=False)

@@ -276,21 +276,27 @@ class Ends:
         self._held.setdefault(holder, []).append(end)
         return True
 
-    def remove(self, name: bytes) -> None:
-        """One cached block of that name is evicted: it may be an end, or hold some. All groups need what it held."""
-        for end in self._held.pop(name, ()) if self._held else ():
+    def remove(self, end: bytes) -> None:
+        """One cached block of that end is evicted. Any other name is ignored."""
+        if end not in self._of:
+            return
+        full, tail_tokens, count = self._of.pop(end)
+        if count > 1:
+            self._of[end] = full, tail_tokens, count - 1
+        assert self._tails[full][tail_tokens] >= count, "fewer prefixes end there than are cached"
+        self._drop_tail(full, tail_tokens)
+
+    def is_holder(self, name: bytes) -> bool:
+        return name in self._held
+
+    def remove_holder(self, name: bytes) -> None:
+        """No group has a block of that name any more."""
+        for end in self._held.pop(name):
             full, tail_tokens, holders = self._within[end]
             del holders[name]
             if not holders:
                 del self._within[end]
                 self._drop_tail(full, tail_tokens)
-        if name not in self._of:
-            return
-        full, tail_tokens, count = self._of.pop(name)
-        if count > 1:
-            self._of[name] = full, tail_tokens, count - 1
-        assert self._tails[full][tail_tokens] >= count, "fewer prefixes end there than are cached"
-        self._drop_tail(full, tail_tokens)
 
     def _add_tail(self, full: bytes, tail_tokens: int) -> None:
         tails = self._tails.setdefault(full, {})

@@ -369,6 +369,16 @@ def test_a_border_is_found_as_long_as_one_of_the_blocks_that_hold_it_is():
     recount(m)
 
 
+def test_a_border_is_found_though_a_state_at_the_end_of_its_block_is_evicted():
+    m = manager(Full(), State(), blocks=200)
+    prompt = list(range(41))
+    serve(m, prompt, borders=[22, 24])
+    m.forget(1, BlockId(m.pool.groups[1].index[m.names(0, m.chain(prompt))[5]]))
+    assert m.lookup([*prompt[:24], 77, 78]).tokens == 22
+    assert m.lookup([*prompt[:22], 77, 78]).tokens == 22
+    recount(m)
+
+
 def test_a_border_in_a_chain_that_cannot_end_inside_blocks_is_the_block_border_before():
     m = manager(Full(), State(), blocks=200)
     m.open(A, m.lookup(GivenChain([b"%032d" % n for n in range(10)], 41)), borders=[22])
