@@ -11,7 +11,7 @@ from ...errors import IntarsiaError
 from ..front_end.front_end import FrontEnd
 from ..http.called import REQUEST_ID
 from .answers import CLIENT_CLOSED, event_stream, json_response, while_connected
-from .errors import shape_for
+from .errors import event_for
 from .protocol import ErrorResponse
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ async def answered(
     """failed: the last event of a stream that fails; None: the error as the client knows it"""
     await call.prepare()
     if is_streaming:
-        return await event_stream(call.events(), failed or (lambda error: shape_for(request.scope, error)[1]))
+        return await event_stream(call.events(), failed or event_for(request.scope))
     answer = await while_connected(request, call.answer())
     return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
 

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import pydantic
@@ -81,6 +81,11 @@ def shape_for(scope: Scope, error: IntarsiaError) -> tuple[int, dict[str, Any]]:
         return status, body
     status = status_of(error, status)
     return status, fault_of(scope, status, error.message, error.details.get("error_code"))
+
+
+def event_for(scope: Scope) -> Callable[[IntarsiaError], dict[str, Any]]:
+    """Makes the last event of a stream that fails."""
+    return lambda error: shape_for(scope, error)[1]
 
 
 def refusal(error: IntarsiaError, scope: Scope) -> JSONResponse:

@@ -11,7 +11,7 @@ from ..front_end.front_end import FrontEnd
 from .answering import ERRORS, SERVER_SENT_EVENTS, RequestId, answered, request_id_of
 from .answers import event_stream, json_response
 from .conversations_app import add_conversations
-from .errors import shape_for
+from .errors import event_for
 from .kept import KeptResponses
 from .pages import MOST_ITEMS, page_of
 from .protocol import ResponseBody, ResponseDeleted, ResponseItems, ResponsesRequest
@@ -36,7 +36,7 @@ def add_responses(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRes
         await call.prepare()
         running = kept.begin(call)
         if body.stream:
-            return await event_stream(running.follow(-1), lambda error: shape_for(request.scope, error)[1])
+            return await event_stream(running.follow(-1), event_for(request.scope))
         return await json_response(here, call.so_far())
 
     if kept is not None:
@@ -59,7 +59,7 @@ def _add_kept(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRespons
                 raise InvalidRequest("starting_after is of a stream: give stream=true", field="starting_after")
             return await json_response(front_end(), await kept.find(response_id))
         events = await kept.follow(response_id, -1 if starting_after is None else starting_after)
-        return await event_stream(events, lambda error: shape_for(request.scope, error)[1])
+        return await event_stream(events, event_for(request.scope))
 
     @app.get(f"{path}/input_items", response_model=ResponseItems, responses=ERRORS, operation_id="list_input_items")
     async def list_input_items(

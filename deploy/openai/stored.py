@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...errors import InvalidRequest, InvalidSetting
 from ..settings.limits import Limits
 from .answers import as_json
-from .stored_conversations import TABLES, Conversations, Item, StoredConversation
+from .stored_conversations import TABLES, Conversations, Item, StoredConversation, texts_of
 
 Result = TypeVar("Result")
 
@@ -164,9 +164,10 @@ class Database:
         self, tenant: str, name: str, metadata: Mapping[str, str], items: Sequence[Item]
     ) -> StoredConversation:
         """Raises `InvalidRequest` for more items than one may have."""
-        self.conversations.check_room(tenant, name, items)
+        texts = texts_of(items)
+        self.conversations.check_room(tenant, name, texts)
         with self._transaction():
-            made = self.conversations.create(tenant, name, metadata, items)
+            made = self.conversations.create(tenant, name, metadata, texts)
             self._make_room(tenant, name)
         return made
 
@@ -175,10 +176,11 @@ class Database:
         `InvalidRequest`."""
         if self.conversations.get(tenant, name) is None:
             return False
+        texts = texts_of(items)
         if not is_answer:
-            self.conversations.check_room(tenant, name, items)
+            self.conversations.check_room(tenant, name, texts)
         with self._transaction():
-            self.conversations.append(tenant, name, items)
+            self.conversations.append(tenant, name, texts)
             self._make_room(tenant, name)
         return True
 

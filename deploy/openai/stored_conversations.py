@@ -37,6 +37,13 @@ CREATE INDEX IF NOT EXISTS conversation_items_by_id ON conversation_items (tenan
 
 Item = Mapping[str, Any]
 
+Texts = Sequence[tuple[str, str]]
+"""Items as they are kept: the id and the JSON of each."""
+
+
+def texts_of(items: Sequence[Item]) -> Texts:
+    return [(item["id"], as_json(item)) for item in items]
+
 
 class StoredConversation(NamedTuple):
     """One without its items."""
@@ -53,7 +60,7 @@ class Conversations:
         self._connection = connection
         self._limits = limits
 
-    def create(self, tenant: str, name: str, metadata: Mapping[str, str], items: Sequence[Item]) -> StoredConversation:
+    def create(self, tenant: str, name: str, metadata: Mapping[str, str], items: Texts) -> StoredConversation:
         now_s, text = time.time(), as_json(metadata)
         self._connection.execute(
             "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)",
@@ -77,20 +84,19 @@ class Conversations:
             (len(text.encode()), text, tenant, name),
         )
 
-    def append(self, tenant: str, name: str, items: Sequence[Item]) -> None:
+    def append(self, tenant: str, name: str, items: Texts) -> None:
         """At its end. It is the latest that was used."""
-        texts = [(item["id"], as_json(item)) for item in items]
         [(last,)] = self._connection.execute(
             "SELECT coalesce(max(place), -1) FROM conversation_items WHERE tenant = ? AND conversation = ?",
             (tenant, name),
         )
         self._connection.execute(
             "UPDATE conversations SET used_s = ?, bytes = bytes + ? WHERE tenant = ? AND id = ?",
-            (time.time(), sum(len(text.encode()) for _, text in texts), tenant, name),
+            (time.time(), sum(len(text.encode()) for _, text in items), tenant, name),
         )
         self._connection.executemany(
             "INSERT INTO conversation_items VALUES (?, ?, ?, ?, ?)",
-            [(tenant, name, place, each, text) for place, (each, text) in enumerate(texts, last + 1)],
+            [(tenant, name, place, each, text) for place, (each, text) in enumerate(items, last + 1)],
         )
 
     def items(self, tenant: str, name: str) -> list[dict[str, Any]] | None:
@@ -102,7 +108,7 @@ class Conversations:
         )
         return [json.loads(body) for (body,) in rows.fetchall()]
 
-    def check_room(self, tenant: str, name: str, more: Sequence[Item] = ()) -> None:
+    def check_room(self, tenant: str, name: str, more: Texts = ()) -> None:
         """Raises `InvalidRequest` for more than a request may bring. more: what is to be added"""
         row = self._connection.execute(
             "SELECT bytes, (SELECT count(*) FROM conversation_items WHERE tenant = ?1 AND conversation = ?2) "
@@ -110,7 +116,7 @@ class Conversations:
             (tenant, name),
         ).fetchone()
         size, count = row or (0, 0)
-        size += sum(len(as_json(item).encode()) for item in more)
+        size += sum(len(text.encode()) for _, text in more)
         for what, found, limit, setting in (
             ("items", count + len(more), self._limits.max_messages, "max_messages"),
             ("bytes", size, self._limits.max_body_bytes, "max_body_bytes"),
