@@ -16,12 +16,13 @@ from .templates import rendered
 TOKENS = "one token at a time"
 
 
-def main(folder: str) -> int:
-    """0 if all cases are right or tolerated, cut in every way."""
+def main(given: str) -> int:
+    """0 if all cases are right or tolerated, cut in every way. given: a folder of cases, or one with such a folder"""
+    folder = Path(given) / "cases" if (Path(given) / "cases").is_dir() else Path(given)
     counts: dict[str, Counter[str]] = {mode: Counter() for mode in (*TEXT_MODES, TOKENS)}
     families: dict[str, Counter[str]] = {}
     differences: list[str] = []
-    for case in cases_in(Path(folder)):
+    for case in cases_in(folder):
         own = families.setdefault(case.given.get("family", case.id.rpartition("-")[0]), Counter())
         found = dict(read(case))
         for mode, said in found.items():
@@ -34,11 +35,14 @@ def main(folder: str) -> int:
             differences.append(
                 f"{case.id} ({case.form.name if case.form else 'unknown format'}; {modes})\n        {worst}"
             )
+    if not families:
+        print(f"{given} has no file of cases: JSON with a list named cases", file=sys.stderr)
+        return 2
     for line in differences:
         print(line)
     _print_counts(counts, families)
     failed = sum(own["different"] for own in families.values())
-    templates = Path(folder).parent / "templates"
+    templates = folder.parent / "templates"
     if templates.is_dir():
         for line in rendered(templates):
             print(line)

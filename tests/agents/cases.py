@@ -33,7 +33,7 @@ def cases_in(folder: Path) -> Iterator[Case]:
     """The cases of all files of a folder, in the order of their names."""
     for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text(encoding="utf-8"))
-        for given in file["cases"]:
+        for given in file.get("cases", ()):
             form = form_of(file, given["format"], folder)
             yield Case(given["id"], form, tuple(file.get("special_tokens", ())), given)
 
