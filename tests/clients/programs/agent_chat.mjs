@@ -1,7 +1,5 @@
 // How the answers of coding agents that speak chat are held to a form.
-import { only } from "./agent.mjs";
-
-export const SENTENCE = "The wood is ebony.";
+import { SENTENCE, only } from "./agent.mjs";
 
 export const results = (asked) => asked.messages.filter(({ role }) => role === "tool");
 
