@@ -21,7 +21,7 @@ class Preparing:
 
     def take(self, asked: Prepare, told: Callable[[PreparedPrompt], None]) -> None:
         """told: is called once, with what became of it. Raises `InvalidRequest` for what could never be asked for."""
-        options = RequestOptions(tenant=asked.tenant, salt=asked.salt)
+        options = RequestOptions(tenant=asked.tenant, salt=asked.salt, lease=asked.lease)
         request = self._admission.prepared(asked.tokens, NOTHING_DRAWN, options)
         self._preparation.add(Wanted(request, min(asked.kept, len(request.tokens)), asked.passed, told))
         self._wake()

@@ -38,6 +38,12 @@ class Prefix(NamedTuple):
     blocks: tuple[tuple[BlockId, ...], ...]  # [group][block]
     pages: frozenset[Page]
 
+    def __or__(self, other: "Prefix") -> "Prefix":
+        """Both, what they have in common once."""
+        blocks = (tuple(dict.fromkeys((*one, *more))) for one, more in zip(self.blocks, other.blocks, strict=True))
+        lengths = sorted({*self.lengths, *other.lengths})
+        return Prefix(tuple(lengths), tuple(blocks), self.pages | other.pages)
+
 
 class Holding(NamedTuple):
     """A prefix that is held."""

@@ -77,6 +77,7 @@ class Prepare(NamedTuple):
     salt: str
     kept: int  # tokens that an earlier sequence has in common with it
     passed: Sequence[int]  # how that one goes on, which no request will ask for; empty: that is not known
+    lease: str = ""  # of the conversation that goes on so
 
 
 class AskMetrics(NamedTuple):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from intarsia.controller.leases.leases import Leases
 from intarsia.controller.leases.settings import LeaseSettings
 from intarsia.controller.request import Request
+from intarsia.kvcache.ids import RequestId
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.leases import REFUSALS, LeaseReceipt
@@ -38,8 +39,9 @@ class LeasedConversations:
         self._said: dict[int, list[int]] = {}  # tokens of ended requests, by id
         self._options: dict[int, RequestOptions] = {}
         self._receipts: dict[int, LeaseReceipt] = {}  # by the request that got it
-        self._promises: list[tuple[Request, LeaseReceipt]] = []  # to requests that have not begun
-        self.granted = self.refused = self.kept = 0
+        self._promises: list[tuple[Request, LeaseReceipt, int]] = []  # tokens, to requests that have not begun
+        self._prepared: dict[str, list[int]] = {}  # by lease: what it holds for the next turn, too
+        self.granted = self.refused = self.kept = self.prepared_held = 0
 
     # -- what clients do ---------------------------------------------------------------------------------------------
 
@@ -53,6 +55,11 @@ class LeasedConversations:
     def next_turn(self, longest: int) -> tuple[list[int], RequestOptions] | None:
         """A prompt that goes on with a conversation that has ended, of the same tenant. None: there is none."""
         rng = self._rng
+        prepared = [lease for lease in self.leases.held() if lease.receipt.id in self._prepared]
+        if prepared and rng.random() < 0.5:
+            lease = rng.choice(prepared)
+            begins = self._prepared[lease.receipt.id]
+            return [*begins, *(rng.randint(0, 1) for _ in range(3))][:longest], RequestOptions(tenant=lease.tenant)
         turns = [request for request, tokens in self._said.items() if len(tokens) + 1 < longest]
         if not turns or rng.random() < 0.25:
             return None
@@ -73,7 +80,26 @@ class LeasedConversations:
             said = self._said.get(other, [])[: receipt.tokens]
             begins_so = request.tokens[: len(said)] == said and len(request.tokens) > len(said) > 0
             if receipt.id in held and begins_so and self._options[other].tenant == request.options.tenant:
-                self._promises.append((request, receipt))
+                self._promises.append((request, receipt, receipt.tokens))
+        for lease in self.leases.held():
+            begins = self._prepared.get(lease.receipt.id)
+            begins_so = begins is not None and request.tokens[: len(begins)] == begins != request.tokens
+            if begins is not None and begins_so and lease.tenant == request.options.tenant:
+                self._promises.append((request, lease.receipt, len(begins)))
+
+    def held_of(self, rng: random.Random) -> tuple[RequestId, str] | None:
+        """A request that has ended, whose conversation is leased, and the lease."""
+        held = {lease.receipt.id for lease in self.leases.held()}
+        found = [(RequestId(number), receipt.id) for number, receipt in self._receipts.items() if receipt.id in held]
+        return rng.choice(found) if found and rng.random() < 0.8 else None
+
+    def told(self, tokens: Sequence[int]) -> None:
+        """A prompt is prepared, or never will be: a lease that holds its beginning does so from now on."""
+        for lease in self.leases._leases.values():
+            if lease.receipt.id not in self._prepared:
+                for holding in lease.holdings[1:]:
+                    self._prepared[lease.receipt.id] = list(tokens[: holding.prefix.lengths[-1]])
+                    self.prepared_held += 1
 
     def release_one(self) -> None:
         held = self.leases.held()
@@ -84,23 +110,23 @@ class LeasedConversations:
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
-    def before_plan(self) -> list[tuple[Request, LeaseReceipt]]:
+    def before_plan(self) -> list[tuple[Request, LeaseReceipt, int]]:
         """Promises that still stand, to requests that wait."""
         held = {lease.receipt.id for lease in self.leases.held()}
         self._promises = [
-            (request, receipt)
-            for request, receipt in self._promises
+            (request, receipt, tokens)
+            for request, receipt, tokens in self._promises
             if receipt.id in held and request.is_live and not request.admitted_s and request.seniority is None
         ]
         return self._promises
 
-    def after_plan(self, promises: list[tuple[Request, LeaseReceipt]]) -> None:
-        for request, receipt in promises:
+    def after_plan(self, promises: list[tuple[Request, LeaseReceipt, int]]) -> None:
+        for request, _, tokens in promises:
             if request.seniority is not None and request.parent is None:
                 self.kept += 1
                 self._check(
-                    request.cached_tokens >= receipt.tokens,
-                    f"request {request.id} finds {request.cached_tokens} tokens; {receipt.tokens} are leased",
+                    request.cached_tokens >= tokens,
+                    f"request {request.id} finds {request.cached_tokens} tokens; {tokens} are leased",
                 )
         self.check_counts()
 
@@ -132,6 +158,7 @@ class LeasedConversations:
     def lost(self) -> None:
         self._check(not self.leases.held(), "a lease has outlived what it held")
         self._receipts.clear()
+        self._prepared.clear()
 
     def end(self) -> None:
         """All requests have left, and all times are over."""

@@ -57,6 +57,7 @@ class Outcome:
     lease_refused: int = 0
     turns_kept: int = 0  # turns that found what was leased for them
     prepared: int = 0  # prompts that were computed before anybody asked
+    prepared_held: int = 0  # by leases
     virtual_s: float = 0.0
 
     def add(self, other: "Outcome") -> None:
@@ -188,7 +189,9 @@ class Scenario:
 
     def _prepare(self, rng: random.Random) -> None:
         """The next turn of a request that was here, or that is."""
-        earlier = rng.choice(list(self._requests.values())).tokens
+        leased = self._leased.held_of(rng) if self._leased is not None else None
+        before, lease = leased or (rng.choice(list(self._requests)), "")
+        earlier, tenant = self._requests[before].tokens, self._requests[before].options.tenant
         kept = rng.randint(0, len(earlier))
         new = [*earlier[:kept], *(rng.randint(0, 1) for _ in range(rng.randint(1, LONGEST)))][: LONGEST - 1]
         self._wanted += 1
@@ -200,11 +203,17 @@ class Scenario:
             seed=0,
             stop_token_ids=frozenset(),
             max_total_tokens=len(new) + 1,
-            options=RequestOptions(tenant=rng.choice(["", "a", "c"])),
+            options=RequestOptions(tenant=tenant if lease else rng.choice(["", "a", "c"]), lease=lease),
             is_prepared=True,
         )
         passed = earlier[kept:] if rng.random() < 0.7 else []
-        self._scheduler.preparation.add(Wanted(request, min(kept, len(new)), passed, self._told.append))
+
+        def told(prepared: PreparedPrompt) -> None:
+            self._told.append(prepared)
+            if self._leased is not None:
+                self._leased.told(new)
+
+        self._scheduler.preparation.add(Wanted(request, min(kept, len(new)), passed, told))
 
     def _give_up(self, request_id: RequestId) -> None:
         known = request_id not in self._ended
@@ -316,7 +325,7 @@ class Scenario:
             self._now_s += 1e7
             self._leased.end()
             self._outcome.leased, self._outcome.lease_refused = self._leased.granted, self._leased.refused
-            self._outcome.turns_kept = self._leased.kept
+            self._outcome.turns_kept, self._outcome.prepared_held = self._leased.kept, self._leased.prepared_held
         _check(recount(self._manager).all_free, "blocks are held at the end")
         _check(len(self._told) == self._wanted, "of some prepared prompt nobody is told, or twice")
         _check(len(self._scheduler._seats.free_slots) == self._settings.max_num_seqs, "a slot is lent at the end")

@@ -6,19 +6,23 @@
                                                                     └────► the cache is reset: lost
 
 What is held are the blocks with which the next turn can go on at the end of the answer, and at the end of the prompt,
-since many templates write an answer's thoughts and calls otherwise when they are history. Leases together, and those of
-each tenant, stay within their shares of the pool, counted in large pages. No request counts on the share of all leases
-(`MemoryPlan.fits`), so running requests can always go on, and waiting ones come in while leases last.
+since many templates write an answer's thoughts and calls otherwise when they are history. What is prepared for the next
+turn is held, too, if there is room. Leases together, and those of each tenant, stay within their shares of the pool,
+counted in large pages. No request counts on the share of all leases (`MemoryPlan.fits`), so running requests can always
+go on, and waiting ones come in while leases last.
 
 The next turn needs no name for the lease: it is a request of the same tenant whose prompt begins with the whole prompt
-of the leased turn and is longer. It may name the lease, too, where its template rewrites even that. From its arrival on
-the lease lasts until that request has ended: with an answer it is taken over, without one it goes back to its own time.
+of the leased turn and is longer, or as was prepared. It may name the lease, too, where its template rewrites even that.
+From its arrival on the lease lasts until that request has ended: with an answer it is taken over, without one it goes
+back to its own time.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import or_
 from secrets import token_hex
 
 from ...errors import InvalidRequest, OverQuota
@@ -50,11 +54,15 @@ class _Lease:
     receipt: LeaseReceipt
     tenant: str
     salt: str
-    holding: Holding
-    turn_tokens: int  # of the leased turn: its prompt, or with its answer where the prompt alone has no name
-    turn_name: bytes | None  # of these tokens
+    holdings: list[Holding]  # of the leased turn, and of what was prepared for the next one
+    beginnings: list[tuple[int, bytes | None]]  # of the next turn, one of these: tokens and their name
     until_s: float  # of the clock
     awaited_by: set[RequestId] = field(default_factory=set)
+
+    @property
+    def prefix(self) -> Prefix:
+        """All that is held."""
+        return functools.reduce(or_, (holding.prefix for holding in self.holdings))
 
 
 class Leases:
@@ -143,14 +151,8 @@ class Leases:
     def arrived(self, request: Request, chain: TokenChain) -> None:
         """A request waits. If it goes on with a leased conversation, the lease lasts until it has left."""
         self.expire()
-        options, size = request.options, self._manager.plan.block_tokens
-        awaited = [
-            lease
-            for lease in self._leases.values()
-            if lease.tenant == options.tenant
-            and lease.salt == options.salt
-            and (lease.receipt.id == options.lease or _goes_on(lease, request, chain, size))
-        ]
+        size = self._manager.plan.block_tokens
+        awaited = [lease for lease in self._leases.values() if _goes_on(lease, request, chain, size)]
         if awaited:
             self._awaited[request.id] = awaited
         for lease in awaited:
@@ -181,6 +183,27 @@ class Leases:
         self.expire()
         return until_s
 
+    def prepared(self, request: Request, chain: TokenChain, length: int) -> None:
+        """What the next turn of a leased conversation begins with is cached, before it was asked for: it is held, too,
+        where the shares have room for it.
+
+        request: with that as its prompt, and one token more. length: of it, in tokens
+        """
+        self.expire()
+        manager, size = self._manager, self._manager.plan.block_tokens
+        for lease in self._leases.values():
+            if lease.awaited_by or len(lease.holdings) > 1 or not _goes_on(lease, request, chain, size):
+                continue
+            prefix = manager.leased.find(chain, (length,))
+            lease.beginnings.append((length, _name(chain, length, size)))
+            if not prefix.lengths or self._no_room(prefix, lease.tenant) is not None:
+                continue
+            self._uncount([lease])
+            lease.holdings.append(manager.leased.hold(chain, prefix))
+            self._count([lease])
+            told, now = lease.receipt, self._receipt(lease.prefix, lease.tenant)
+            lease.receipt = now._replace(id=told.id, until_s=told.until_s)
+
     def _grant(self, request: Request, chain: TokenChain, encoder: Encoder | None, keep_s: float) -> float | None:
         """Hold what the next turn needs, or note why not. Returns until when, of the clock."""
         size = self._manager.plan.block_tokens
@@ -203,7 +226,7 @@ class Leases:
         until_s = self._clock() + keep_s
         receipt = receipt._replace(id=f"lease-{token_hex(12)}", until_s=self._wall_clock() + keep_s)
         holding = self._manager.leased.hold(chain, prefix)
-        lease = _Lease(receipt, tenant, request.options.salt, holding, length, name, until_s)
+        lease = _Lease(receipt, tenant, request.options.salt, [holding], [(length, name)], until_s)
         self._leases[receipt.id] = lease
         self._next_end_at_s = min(self._next_end_at_s, until_s)
         self._count([lease])
@@ -218,6 +241,10 @@ class Leases:
             return TOO_LONG
         if len(self._leases) >= MOST_LEASES:
             return TOO_MANY
+        return self._no_room(prefix, tenant)
+
+    def _no_room(self, prefix: Prefix, tenant: str) -> str | None:
+        """Which share has too little left for it; None: both have room."""
         if not _fits(self._pages, prefix, self._limits):
             return NO_ROOM
         return None if _fits(self._of(tenant), prefix, self._limits_each) else OVER_SHARE
@@ -250,7 +277,8 @@ class Leases:
     def _end(self, lease: _Lease) -> None:
         self._uncount([lease])
         del self._leases[lease.receipt.id]
-        self._manager.leased.let_go(lease.holding)
+        for holding in lease.holdings:
+            self._manager.leased.let_go(holding)
 
     def _catch_up(self) -> None:
         """With a reset of the cache, by which all are lost."""
@@ -269,13 +297,13 @@ class Leases:
 
     def _count(self, leases: Sequence[_Lease]) -> None:
         for lease in leases:
-            pages = lease.holding.prefix.pages
+            pages = lease.prefix.pages
             self._pages.add(pages)
             self._pages_of.setdefault(lease.tenant, PageCount(len(self._limits))).add(pages)
 
     def _uncount(self, leases: Sequence[_Lease]) -> None:
         for lease in leases:
-            pages = lease.holding.prefix.pages
+            pages = lease.prefix.pages
             self._pages.remove(pages)
             if pages:  # a layer may need nothing to go on: a window of one token, a chunk's border
                 self._pages_of[lease.tenant].remove(pages)
@@ -339,7 +367,7 @@ class Leases:
                 page
                 for lease in self._leases.values()
                 if tenant is None or lease.tenant == tenant
-                for page in lease.holding.prefix.pages
+                for page in lease.prefix.pages
             }
             counted = self._pages if tenant is None else self._of(tenant)
             limits = self._limits if tenant is None else self._limits_each
@@ -369,8 +397,13 @@ def _name(chain: TokenChain, length: int, block_tokens: int) -> bytes | None:
 
 
 def _goes_on(lease: _Lease, request: Request, chain: TokenChain, block_tokens: int) -> bool:
-    """Does its prompt begin with the whole of the leased turn's?"""
-    if lease.turn_name is None or request.prompt_tokens <= lease.turn_tokens:
+    """Is it the next turn of the leased one? Its prompt begins with the whole of that one's, or as was prepared; or it
+    names the lease."""
+    options = request.options
+    if (lease.tenant, lease.salt) != (options.tenant, options.salt):
         return False
     chain.grow()
-    return _name(chain, lease.turn_tokens, block_tokens) == lease.turn_name
+    return lease.receipt.id == options.lease or any(
+        name is not None and request.prompt_tokens > tokens and _name(chain, tokens, block_tokens) == name
+        for tokens, name in lease.beginnings
+    )

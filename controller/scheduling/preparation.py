@@ -19,11 +19,12 @@ from ...kvcache.lookup import Hit
 from ...kvcache.manager import CacheManager
 from ...kvcache.reach import moves_on
 from ...proto.status import PreparedEnd, PreparedMetrics, PreparedPrompt
+from ..leases.leases import leases_of
 from ..request import Request
 from .chunks import Chunks
 from .outcome import StepUnderWay
 from .prefill_budget import PrefillBudget
-from .prefixes import lookup
+from .prefixes import lookup, named
 from .seats import Seats
 from .step_draft import StepDraft
 
@@ -213,4 +214,6 @@ class Preparation:
         """It is wanted no longer."""
         self.wanted.remove(wanted)
         self.ends[how] += 1
+        if (leases := leases_of(self._manager)) is not None and how in (PreparedEnd.COMPUTED, PreparedEnd.FOUND):
+            leases.prepared(wanted.request, named(wanted.request, self._manager)[0], wanted.goal)
         wanted.told(PreparedPrompt(how.value, max(0, wanted.found_tokens), wanted.computed_tokens))

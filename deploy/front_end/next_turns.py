@@ -46,6 +46,7 @@ class Answered(NamedTuple):
     tokens: Sequence[int]  # of prompt and answer, as they were drawn
     tenant: str
     request_id: str
+    lease: str = ""  # that it was granted
 
 
 class NextTurns:
@@ -90,16 +91,16 @@ class NextTurns:
                 if passed and await _beginning(answered.messages, other, render) != prompt:
                     passed = ()
             # 3. The engine says at last what became of it.
-            prepared = await self._ask(prompt, answered.tenant, kept, passed)
+            prepared = await self._ask(prompt, answered, kept, passed)
             if record is not None:
                 record.log_prepared(answered.request_id, len(prompt) - 1, prepared, time.monotonic() - began_s)
 
-    async def _ask(self, prompt: list[int], tenant: str, kept: int, passed: Sequence[int]) -> PreparedPrompt:
-        tenant, salt = (TENANT.get() or tenant), TENANT.get()
+    async def _ask(self, prompt: list[int], answered: Answered, kept: int, passed: Sequence[int]) -> PreparedPrompt:
+        tenant, salt = (TENANT.get() or answered.tenant), TENANT.get()
         engine = self._engine
         if self._router is not None:  # where it would be sent, which is where most of it is known
             engine = await self._router.choose(prompt, RequestOptions(tenant=tenant, salt=salt)) or engine
-        return await engine.questions.prepare(prompt, tenant, salt, kept, passed)
+        return await engine.questions.prepare(prompt, tenant, salt, kept, passed, answered.lease)
 
 
 async def _beginning(messages: Sequence[Turn], reply: Turn, render: Rendering) -> list[int]:

@@ -48,13 +48,21 @@ class Questions:
         return await self._ask(AskProbe, list(tokens), salt, viewer, kind=Probe)
 
     async def prepare(
-        self, tokens: Sequence[int], tenant: str = "", salt: str = "", kept: int = 0, passed: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        tenant: str = "",
+        salt: str = "",
+        kept: int = 0,
+        passed: Sequence[int] = (),
+        lease: str = "",
     ) -> PreparedPrompt:
         """Have a prompt computed up to its last token when there is room. Returns when it is, or will not be.
 
-        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; none will ask for that
+        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; none will ask for that.
+        lease: of the conversation, which is to hold this, too
         """
-        return await self._ask(Prepare, list(tokens), tenant, salt, kept, list(passed), kind=PreparedPrompt)
+        about = tenant, salt, kept, list(passed), lease
+        return await self._ask(Prepare, list(tokens), *about, kind=PreparedPrompt)
 
     async def metrics(self) -> Metrics:
         """What was measured since the start."""

@@ -206,7 +206,7 @@ class Conversation:
                 calls = [call for call in said.calls if call.place == 0] if is_single else said.calls
                 part = AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
                 if self._answered is not None:
-                    self._answered.add(piece.delta.token_ids, part.thoughts, part.text, calls, part.finish_reason)
+                    self._answered.add(piece.delta, part.thoughts, part.text, calls, part.finish_reason)
                 yield part
         if self._answered is not None and (whole := self._answered.whole()) is not None:
             assert self.front_end.next_turns is not None, "next turns are not prepared here, so no answer is collected"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...proto.reply import Delta
 from ..front_end.front_end import Asked
 from ..front_end.next_turns import Answered
 from .protocol import ChatRequest, Message
@@ -33,12 +34,14 @@ class AnsweredTurn:
         self._texts: list[str] = []
         self._calls: list[CallPiece] = []
         self._end: str | None = None
+        self._lease = ""
 
     def add(
-        self, tokens: Sequence[int], thoughts: str, text: str, calls: Sequence[CallPiece], finish_reason: str | None
+        self, delta: Delta, thoughts: str, text: str, calls: Sequence[CallPiece], finish_reason: str | None
     ) -> None:
         """More of it has come."""
-        self._tokens += tokens
+        self._tokens += delta.token_ids
+        self._lease = delta.lease.id if delta.lease is not None else self._lease
         self._thoughts.append(thoughts)
         self._texts.append(text)
         self._calls += calls
@@ -48,9 +51,9 @@ class AnsweredTurn:
         """None for an answer that is hardly gone on from."""
         if self._end not in FOLLOWED:
             return None
-        return Answered(
-            self._turns, tuple(self._replies()), self._tokens, self._asked.options.tenant, self._asked.request_id
-        )
+        asked = self._asked
+        about = asked.options.tenant, asked.request_id, self._lease
+        return Answered(self._turns, tuple(self._replies()), self._tokens, *about)
 
     def _replies(self) -> Iterator[Mapping[str, Any]]:
         """The likeliest first: with the thoughts or without, as earlier answers in this conversation came back."""

@@ -18,7 +18,7 @@ from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.engine_client import EngineClient
-from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
 from intarsia.deploy.front_end.request_log import RequestLog
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.grpc.server import GrpcServer
@@ -32,6 +32,11 @@ from intarsia.tests.local import make_engine
 
 ASK: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 CHAT = {**ASK, "messages": [{"role": "user", "content": "Which wood is it that lasts?"}]}
+TRIMMING = """\
+{%- for turn in messages %}<{{ turn.role }}>{{ turn.content | trim }}</{{ turn.role }}>{% endfor %}
+{%- if add_generation_prompt %}<assistant> {% endif %}"""
+"""A template that writes answers otherwise than they were drawn, and the prompt's end, too."""
+
 LONG = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
@@ -55,12 +60,14 @@ def _bearing(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def servers(loop: Any, talker: Path, folder: Path, **settings: Any) -> Iterator[Place]:
+def servers(
+    loop: Any, talker: Path, folder: Path, *, template: str | None = None, prepares: bool = False, **settings: Any
+) -> Iterator[Place]:
     (folder / "keys").write_text("oak alice\nash bob\n")
     (folder / "admin").write_text("yew\n")
     access = Access(AccessSettings(api_key_file=str(folder / "keys"), admin_key_file=str(folder / "admin")))
     written = (folder / "log").open("w+")
-    log, tokenizer = RequestLog("json", written), Tokenizer.load(talker)
+    log, tokenizer = RequestLog("json", written), Tokenizer.load(talker, chat_template=template)
     ending: list[Any] = []
 
     async def start() -> Place:
@@ -68,7 +75,7 @@ def servers(loop: Any, talker: Path, folder: Path, **settings: Any) -> Iterator[
         running = asyncio.ensure_future(engine.run())
         door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
-        front_end = FrontEnd(client, tokenizer)
+        front_end = FrontEnd(client, tokenizer, FrontEndSettings(prepare_next_turns=prepares))
         app = make_app(lambda: front_end, access, request_log=log, interfaces=(add_messages,))
         http, rpc = HttpServer(app, access), GrpcServer(front_end, access, log)
         url, address = await http.start(port=0), await rpc.start(port=0)
@@ -233,6 +240,25 @@ def test_without_leases_a_wish_is_told_so_and_a_hint_is_not(loop: Any, talker: P
         assert "lease" not in httpx.get(f"{place.url}/metrics", headers=_bearing("yew")).text
         with Client(place.grpc, api_key="oak") as client, pytest.raises(InvalidRequest, match="leases are off here"):
             client.complete("oak", LONG, options=RequestOptions(keep_s=1.0, keep_required=True))
+
+
+def test_a_next_turn_that_is_prepared_is_held_too_and_takes_the_lease_over(loop: Any, talker: Path, tmp_path: Path):
+    (tmp_path / "template.jinja").write_text(TRIMMING)
+    for place in servers(
+        loop, talker, tmp_path, template=str(tmp_path / "template.jinja"), prepares=True, lease_share=0.5
+    ):
+        choice = {"structured_outputs": {"choice": ["        oak lasts, and ash bends"]}}
+        body = {**CHAT, **choice, "max_tokens": 99, "ignore_eos": False, "keep_s": 60}
+        first = place.post("/v1/chat/completions", body).json()
+        lease = first["usage"]["lease"]
+        until_s = time.monotonic() + 20
+        while (held := place.leases()[0])["tokens"] == lease["tokens"]:
+            assert time.monotonic() < until_s, held
+            time.sleep(0.05)
+        said = first["choices"][0]["message"]["content"]
+        turns = [*CHAT["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+        second = place.post("/v1/chat/completions", {**CHAT, "messages": turns}).json()
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == held["tokens"] and not place.leases()
 
 
 def test_the_errors_of_leases_come_back_over_grpc(place: Place):

@@ -8,6 +8,7 @@ import pytest
 from intarsia.controller.leases.leases import Leases, leases_of
 from intarsia.controller.leases.settings import LeaseSettings
 from intarsia.controller.request import Request
+from intarsia.controller.scheduling.preparation import Wanted
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.errors import InvalidSetting, OverQuota
@@ -44,8 +45,13 @@ class Place:
         return self.now_s
 
     def submit(self, prompt: Sequence[int], options: RequestOptions = KEPT) -> Request:
+        request = self._request(prompt, options)
+        self.scheduler.add(request)
+        return request
+
+    def _request(self, prompt: Sequence[int], options: RequestOptions, *, is_prepared: bool = False) -> Request:
         self._count += 1
-        request = Request(
+        return Request(
             id=RequestId(self._count),
             tokens=list(prompt),
             prompt_tokens=len(prompt),
@@ -54,9 +60,8 @@ class Place:
             stop_token_ids=frozenset(),
             max_total_tokens=len(prompt) + ANSWER,
             options=options,
+            is_prepared=is_prepared,
         )
-        self.scheduler.add(request)
-        return request
 
     def run(self) -> None:
         """All that was submitted, to its end."""
@@ -69,6 +74,12 @@ class Place:
         request = self.submit(prompt, options)
         self.run()
         return request
+
+    def prepare(self, tokens: Sequence[int], options: RequestOptions | None = None) -> None:
+        """What a next turn begins with, and one token more."""
+        request = self._request(tokens, options or RequestOptions(), is_prepared=True)
+        self.scheduler.preparation.add(Wanted(request, 0, (), lambda _: None))
+        self.run()
 
     def crowd(self) -> None:
         """Prompts of others, which fill all memory that they can have."""
@@ -129,6 +140,54 @@ def test_the_end_of_the_prompt_is_held_too_since_templates_rewrite_answers():
     rewritten = at.ask([*PROMPT, 48, 47, 46, 45, 44], RequestOptions(lease=receipt_of(first).id))
     assert rewritten.cached_tokens == 8  # the last border of blocks in the prompt, where a state was saved
     assert not at.ids
+
+
+@pytest.mark.parametrize("kinds", [(Full(),), (Full(), Sliding(6)), (Full(), State()), (Sliding(6), State())])
+def test_what_was_prepared_for_the_next_turn_is_held_too(kinds):
+    at = place(*kinds, leasable=24, policy="lru")
+    first = at.ask(PROMPT)
+    history = [*PROMPT, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38]
+    before = at.leases.held()[0].receipt
+    at.prepare([*history, 1])
+    held = at.leases.held()[0].receipt
+    assert (held.id, held.until_s, held.tokens) == (before.id, before.until_s, len(history))
+    assert held.pages > before.pages and held.used_pages == held.pages == at.leases.counts.held_pages
+    at.crowd()
+    assert at.manager.lookup([*first.tokens, 7, 8]).tokens == before.tokens  # what was promised is
+    assert at.ask([*history, 7, 8], RequestOptions()).cached_tokens == len(history)
+    assert not at.ids and at.leases.counts.taken_over == 1
+
+
+def test_a_prepared_turn_takes_over_the_lease_of_a_prompt_that_was_rewritten():
+    at = place(Full(), State(), leasable=24)
+    lease = receipt_of(at.ask(PROMPT)).id
+    history = [*PROMPT[:9], 48, 47, 46, 45, 44, 43, 42, 41, 40, 39]
+    at.prepare([*history, 1])
+    assert at.leases.held()[0].receipt.tokens == 15  # it does not begin as the leased turn
+    history[9:] = range(60, 70)
+    at.prepare([*history, 1], RequestOptions(lease=lease))
+    assert at.leases.held()[0].receipt.tokens == len(history)
+    assert at.ask([*history, 7, 8], RequestOptions()).cached_tokens == len(history) and not at.ids
+
+
+def test_what_was_prepared_is_not_held_where_the_share_has_no_room():
+    at = place(Full(), leasable=4)
+    first = at.ask(PROMPT)
+    before = at.leases.held()
+    history = [*PROMPT, *range(40, 54)]
+    at.prepare([*history, 1])
+    assert at.leases.held() == before
+    second = at.ask([*history, 7])
+    assert receipt_of(second).refused and at.ids == [receipt_of(first).id]
+
+
+def test_what_another_tenant_prepares_is_not_held():
+    at = place(Full(), leasable=24)
+    at.ask(PROMPT)
+    before = at.leases.held()
+    for options in (RequestOptions(tenant="other"), RequestOptions(salt="other", lease=at.ids[0])):
+        at.prepare([*PROMPT, *range(40, 50)], options)
+    assert at.leases.held() == before
 
 
 def test_the_next_turn_takes_the_lease_over_when_it_has_its_answer():

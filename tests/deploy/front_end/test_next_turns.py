@@ -65,6 +65,7 @@ class Engine:
         self._count = 0
         self.prepared: list[PreparedPrompt] = []
         self.passed: Sequence[int] = ()
+        self.lease = ""
         self.questions = self
 
     def answer(self, prompt: Sequence[int], reply: Sequence[int]) -> int:
@@ -79,8 +80,9 @@ class Engine:
         return EngineLoad(0, self._waiting, 1, 0, 1, *[0] * 8)
 
     async def prepare(
-        self, tokens: list[int], tenant: str, salt: str, kept: int, passed: Sequence[int]
+        self, tokens: list[int], tenant: str, salt: str, kept: int, passed: Sequence[int], lease: str
     ) -> PreparedPrompt:
+        self.lease = lease
         request = self._request(tokens, 1)
         request.is_prepared = True
         self.passed = passed
@@ -251,11 +253,11 @@ def test_what_was_drawn_is_given_up_if_it_comes_back_in_no_way(ways: list[bool],
 
     async def play() -> None:
         prepares = NextTurns(engine)  # type: ignore[arg-type]
-        prepares.expect(Answered(messages, replies, prompt, "", "id"), template)
+        prepares.expect(Answered(messages, replies, prompt, "", "id", "lease-1"), template)
         await prepares.idle()
 
     asyncio.run(play())
-    assert [each.end for each in engine.prepared] == ["computed"]
+    assert [each.end for each in engine.prepared] == ["computed"] and engine.lease == "lease-1"
     assert bool(engine.passed) is gives_up
 
 
