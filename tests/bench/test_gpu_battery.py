@@ -101,6 +101,7 @@ def test_an_engine_runs_where_nothing_but_torch_and_transformers_is_installed(tm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @rehearsed
 def test_everything_is_rehearsed(tmp_path: Path):
     rows = rehearse(tmp_path / "battery.jsonl")
