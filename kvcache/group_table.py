@@ -22,7 +22,7 @@ from .ids import NULL_BLOCK, BlockId, RequestId
 from .misses import EVICTED, RESET
 from .plan import Group
 from .pool import BlockPool
-from .prefix import Chain, Encoder
+from .prefix import Chain, Encoder, name_at
 
 
 class Copy(NamedTuple):
@@ -291,10 +291,7 @@ class GroupTable(ABC, Generic[RowT]):
 
     def _name_at(self, chain: Chain, length: int) -> bytes | None:
         """The name of the first `length` tokens."""
-        blocks, tail = divmod(length, self._size)
-        if tail:
-            return chain.end(length)
-        return chain.names[blocks - 1] if 0 < blocks <= len(chain.names) else None
+        return name_at(chain, length, self._size)
 
     def _name_end(self, chain: Chain, length: int, block: BlockId) -> None:
         """Name a block whose content ends with the first `length` tokens, wherever that is."""

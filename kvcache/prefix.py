@@ -156,6 +156,14 @@ class TokenChain:
         return marked(sha256(self._end_key + kind + before + tail).digest(), self.mark)
 
 
+def name_at(chain: Chain, length: int, block_tokens: int) -> bytes | None:
+    """The name of the first `length` tokens; None of less than a block, or of more than there are."""
+    blocks, tail = divmod(length, block_tokens)
+    if tail:
+        return chain.end(length)
+    return chain.names[blocks - 1] if 0 < blocks <= len(chain.names) else None
+
+
 def shared_blocks(names: Sequence[bytes], others: Sequence[bytes], start: int = 0) -> int:
     """Full blocks that two sequences have in common. Names are of all that comes before: from some on they differ.
 

@@ -29,7 +29,7 @@ from ...errors import InvalidRequest, OverQuota
 from ...kvcache.ids import RequestId
 from ...kvcache.leased_blocks import Holding, PageCount, Prefix
 from ...kvcache.manager import CacheManager
-from ...kvcache.prefix import Encoder, TokenChain
+from ...kvcache.prefix import Encoder, TokenChain, name_at
 from ...proto.leases import (
     NO_ROOM,
     NOTHING,
@@ -191,11 +191,13 @@ class Leases:
         """
         self.expire()
         manager, size = self._manager, self._manager.plan.block_tokens
-        for lease in self._leases.values():
-            if lease.awaited_by or len(lease.holdings) > 1 or not _goes_on(lease, request, chain, size):
-                continue
-            prefix = manager.leased.find(chain, (length,))
-            lease.beginnings.append((length, _name(chain, length, size)))
+        waiting = [lease for lease in self._leases.values() if not lease.awaited_by and len(lease.holdings) == 1]
+        going_on = [lease for lease in waiting if _goes_on(lease, request, chain, size)]
+        if not going_on:
+            return
+        prefix, name = manager.leased.find(chain, (length,)), name_at(chain, length, size)
+        for lease in going_on:
+            lease.beginnings.append((length, name))
             if not prefix.lengths or self._no_room(prefix, lease.tenant) is not None:
                 continue
             self._uncount([lease])
@@ -220,9 +222,9 @@ class Leases:
             return None
         # Its prompt tells the next turn; a prompt of less than a block has no name.
         length = request.prompt_tokens
-        if (name := _name(chain, length, size)) is None:
+        if (name := name_at(chain, length, size)) is None:
             length = prefix.lengths[-1]
-            name = _name(chain, length, size)
+            name = name_at(chain, length, size)
         until_s = self._clock() + keep_s
         receipt = receipt._replace(id=f"lease-{token_hex(12)}", until_s=self._wall_clock() + keep_s)
         holding = self._manager.leased.hold(chain, prefix)
@@ -388,14 +390,6 @@ def _fits(count: PageCount, prefix: Prefix, limits: Sequence[int]) -> bool:
     return all(used + more <= limit for used, more, limit in zip(count.used, lacking, limits, strict=True))
 
 
-def _name(chain: TokenChain, length: int, block_tokens: int) -> bytes | None:
-    """Of the first `length` tokens of a sequence; None of less than a block, or of more than there are."""
-    blocks, tail = divmod(length, block_tokens)
-    if tail:
-        return chain.end(length)
-    return chain.names[blocks - 1] if 0 < blocks <= len(chain.names) else None
-
-
 def _goes_on(lease: _Lease, request: Request, chain: TokenChain, block_tokens: int) -> bool:
     """Is it the next turn of the leased one? Its prompt begins with the whole of that one's, or as was prepared; or it
     names the lease."""
@@ -404,6 +398,6 @@ def _goes_on(lease: _Lease, request: Request, chain: TokenChain, block_tokens: i
         return False
     chain.grow()
     return lease.receipt.id == options.lease or any(
-        name is not None and request.prompt_tokens > tokens and _name(chain, tokens, block_tokens) == name
+        name is not None and request.prompt_tokens > tokens and name_at(chain, tokens, block_tokens) == name
         for tokens, name in lease.beginnings
     )
