@@ -11,8 +11,9 @@ from typing import Any
 
 import schemathesis
 
-LONGEST_TEXT = 20
-A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, "required": ["wood"]}
+LONGEST_TEXT = 12
+A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}}
+AN_OBJECT = {"type": "object"}  # shorter, where no answer is read by it
 
 
 @schemathesis.hook
@@ -172,7 +173,7 @@ def _short(value: Any, name: str | None = None) -> Any:
         if value.get("type") in ("tool_reference", "tool_removal"):  # to tools that are there
             return {"type": "text", "text": "oak"}
         if value.get("type") == "tool_addition":
-            definition = {"name": "plane", "input_schema": A_SCHEMA}
+            definition = {"name": "plane", "input_schema": AN_OBJECT}
             return {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
         if value.get("type") == "tool_use":
             value = value | {"input": {"wood": "oak"}}

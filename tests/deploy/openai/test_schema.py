@@ -44,17 +44,23 @@ def kept_at(api: Api, loop: Loop) -> Iterator[str]:
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
-    ("examples", "phases"),
-    [(12, "coverage,fuzzing"), pytest.param(200, "coverage,fuzzing,stateful", marks=pytest.mark.slow)],
+    ("examples", "phases", "drawn"),
+    [
+        (12, "coverage,fuzzing", ["--seed", "1"]),
+        pytest.param(200, "coverage,fuzzing,stateful", [], marks=pytest.mark.slow),
+    ],
+    ids=["few", "many"],
 )
-def test_schemathesis_finds_no_server_error_and_no_mismatch(kept_at: str, api: Api, examples: int, phases: str):
-    """examples: of each operation"""
+def test_schemathesis_finds_no_server_error_and_no_mismatch(
+    kept_at: str, api: Api, examples: int, phases: str, drawn: list[str]
+):
+    """examples: of each operation. The few are the same at every run; the many are new ones, and print their seed."""
     here = Path(__file__).parent
     # One worker: Python 3.11 may fail to parse in several threads at once (cpython issue 106905), and hypothesis does.
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(here / "schemathesis.toml"),
         "run", f"{kept_at}/openapi.json", "--max-examples", str(examples), "--mode", "all", "--workers", "1",
-        "--phases", phases, "--no-color",
+        "--phases", phases, "--no-color", "--suppress-health-check", "too_slow", *drawn,
     ]  # fmt: skip
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "intarsia.tests.deploy.openai.schemathesis_hooks"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
