@@ -37,6 +37,8 @@ from intarsia.kernels.state.triton import (
 )
 from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.streams import triton as streams
+from intarsia.kernels.token_choice import Asked, ChoiceBatch
+from intarsia.kernels.token_choice import triton as choice
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
@@ -78,6 +80,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
     yield from _products()
     yield from _unpacked_products()
     for dtype in dtypes:
+        yield from _choice(dtype)
         yield from _sampling(dtype)
 
 
@@ -342,6 +345,29 @@ def _streams() -> Iterator[Variant]:
             4,
             3,
         )
+
+
+def _choice(dtype: str) -> Iterator[Variant]:
+    """Of DeepSeek-V3.2, in a recorded step."""
+    rows, heads, size, most, entry, page = 8, 64, 128, 2048, 576, 64
+
+    def empty(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weights, scores = (empty(rows, width, dtype=torch.float32) for width in (heads, 1 << 17))
+    table, starts = empty(1 << 20, dtype=torch.int32), empty(rows, dtype=torch.int64)
+    batch = ChoiceBatch(table, starts, scores.shape[1], page, starts)
+    chosen, asked = empty(rows, most, dtype=torch.int64), Asked(empty(rows, heads, size), weights)
+    for launch in (
+        choice.scoring(asked, empty(4, page, size), batch, scores, most),
+        choice.selecting(scores, batch, chosen),
+        choice.gathering(empty(4, page, entry), chosen, batch, empty(rows, most, entry)),
+    ):
+        name = launch.kernel.fn.__name__
+        places = {"positions_ptr", "starts_ptr", "chosen_ptr"}
+        numbers = {"q_ptr", "keys_ptr", "entries_ptr", "out_ptr"}
+        types = _types(launch.kernel, numbers, dtype, {"weights_ptr", "scores_ptr"}, places)
+        yield Variant(f"choice {dtype} {name}", launch.kernel, types, launch.constants, launch.warps, 3)
 
 
 def _products() -> Iterator[Variant]:

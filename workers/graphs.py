@@ -117,8 +117,14 @@ def recorded_rows(most_rows: int) -> list[int]:
 def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
     """Counts of tokens to which recorded steps with prompts are filled up, the largest first. None where they are not
     recorded. most_tokens: of a step"""
-    has_frames = _is_wide(model) and (model.attention.backend.capabilities.mixed_frames or not model.attention.params)
-    if not has_frames or (model.pages.state_groups and not model.states.has_mixed_frames) or most_tokens < 2:
+    attention = model.attention
+    has_frames = _is_wide(model) and (attention.backend.capabilities.mixed_frames or not attention.params)
+    if (
+        not has_frames
+        or attention.gathers
+        or (model.pages.state_groups and not model.states.has_mixed_frames)
+        or most_tokens < 2
+    ):
         return []
     return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)
 
@@ -153,6 +159,7 @@ class _Frame:
     positions_T: Tensor
     keep_R: Tensor | None  # tokens whose logits are wanted; None: all
     metas: list[GroupMeta]
+    beside_metas: Any  # of attention
     states: dict[int, Any]
     seen: SeenInFrame | None = None  # of images; None: no token sees any, and cross layers are left out
     replay: Replay | None = None
@@ -266,10 +273,11 @@ class StepGraphs:
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
         keep_R = None if step.is_decode else of_rows.clone()
+        beside_metas = self._model.attention.frame(rows)
         seen = None
         if step.sight is not None and self._sights is not None:
             seen = self._sights.frame(rows, tokens, is_decode=step.is_decode)
-        return _Frame(of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states, seen)
+        return _Frame(of_rows, of_tokens, of_tokens.clone(), keep_R, metas, beside_metas, states, seen)
 
     def _metas(
         self, rows: int, tokens: int, padded: Sequence[GroupBatch], *, is_decode: bool
@@ -312,8 +320,11 @@ class StepGraphs:
             puts.append((frame.keep_R, step.keep, 0))
         for buffer, values, filling in puts:
             transfer.put(buffer, np.pad(values, (0, len(buffer) - len(values)), constant_values=filling))
-        refill = self._model.attention.backend.refill
+        attention = self._model.attention
+        refill = attention.backend.refill
         if not all(refill(meta, batch, transfer) for meta, batch in zip(frame.metas, padded, strict=True)):
+            return False
+        if not attention.refill(frame.beside_metas, padded, transfer):
             return False
         states = self._model.states
         if not all(states.refill(meta, step.states[g], transfer) for g, meta in frame.states.items()):
@@ -331,6 +342,7 @@ class StepGraphs:
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
+        self._model.attention.go_by(frame.beside_metas)
         self._model.states.resume(frame.states)
         if self._model.cross is not None:
             self._model.cross.resume(frame.seen)

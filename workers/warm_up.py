@@ -39,7 +39,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     else:
         _fuse(runner, settings)
     if model.order.is_one and model.device.type == "cuda":
-        check_sums(model.attention.backend, lambda: runner.forward(_rows()), chooses=model.attention.gathers)
+        check_sums(model.attention.backend, lambda: runner.forward(_rows()), chooses=not model.attention.has_frames)
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
@@ -77,7 +77,8 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
     if model.cross is not None and len(kinds) > 1:
         tables += model.cross.table_bytes(rows[0] + sum(mixed[:1]))
     _take_slot(runner, longest, kinds[0])
-    between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
+    largest = _of_tokens(mixed[0], longest) if mixed else _rows(rows=rows[0], tokens=1)
+    between = memory.peak_of(lambda: runner.forward(largest))
     runner.tables.retire(0)
     return 2 * merged + between + tables + GRAPH_BYTES * len(kinds) * (len(mixed) + len(rows))
 
@@ -90,9 +91,9 @@ def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
-    """None where steps are not recorded, as where each step gathers other tokens in other shapes."""
-    gathers = runner.model.attention.gathers
-    return None if settings.enforce_eager or gathers else recorder(runner.model.device)
+    """None where steps are not recorded, as where what each step gathers is laid out by the host."""
+    has_frames = runner.model.attention.has_frames
+    return recorder(runner.model.device) if has_frames and not settings.enforce_eager else None
 
 
 def _dearest_views(runner: ModelRunner) -> tuple[View, ...]:

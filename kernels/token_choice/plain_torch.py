@@ -29,6 +29,13 @@ def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Ten
     return F.pad(chosen_NK.masked_fill_(chosen_NK == batch.longest, 0), (0, most - chosen_NK.shape[1]))
 
 
+def gather(entries_PBC: Tensor, chosen_NK: Tensor, batch: ChoiceBatch) -> Tensor:
+    """[N,K,C]: of each query the entries of the tokens that it chose."""
+    blocks = (chosen_NK // batch.block_tokens).view(len(batch.table_RP), -1)
+    pages_NK = batch.table_RP.gather(1, blocks).view(chosen_NK.shape)
+    return entries_PBC[pages_NK, chosen_NK % batch.block_tokens]
+
+
 def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: BlockRule) -> Tensor:
     """Arguments and result as in `reference.py`."""
     blocks = -(-batch.longest // rule.size)

@@ -10,7 +10,7 @@ Suffixes: N queries    R rows of the block table, with N / R queries each    P p
           E size of an index key    K chosen tokens of a query    L tokens of a row    B blocks of tokens
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,9 +38,25 @@ class ChoiceBatch:
     Shapes  table [R,P] int64, dense  positions [N] int64, row by row
     Units   positions in tokens: a query sees those up to its own. `longest` is the most that any of them sees.
             Blocks that no query of a row sees may be 0.
+    With `starts`, the table is the numbers of many tables in a row, int32, and `starts` says where those of each row
+    begin, [R] int64: where a way of choosing can take that.
     """
 
     table_RP: Tensor
     positions_N: Tensor
     longest: int
     block_tokens: int
+    starts_R: Tensor | None = None
+
+    def of(self, queries: slice) -> "ChoiceBatch":
+        """The same of some queries, whose rows have one each, or of some of the queries of one row."""
+        if self.num_rows == 1:
+            return replace(self, positions_N=self.positions_N[queries])
+        assert self.num_rows == len(self.positions_N), "rows have one query each"
+        if self.starts_R is not None:
+            return replace(self, positions_N=self.positions_N[queries], starts_R=self.starts_R[queries])
+        return replace(self, positions_N=self.positions_N[queries], table_RP=self.table_RP[queries])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.table_RP if self.starts_R is None else self.starts_R)

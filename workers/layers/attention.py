@@ -20,6 +20,7 @@ from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 from .attention_operator import register
+from .frames import Recordable
 from .needs import needs_of
 from .refusals import check_written
 
@@ -42,15 +43,12 @@ def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
     )
 
 
-class PagedAttention:
+class PagedAttention(Recordable):
     """Attention of all layers of one model over their pages, and the step it is used in.
 
     Life: `bind` to the model, `use` pages, `learn` from one forward pass what the layers need; then, for each step,
     `begin_step` builds one metadata per group, which all layers of the group share.
     """
-
-    gathers = False
-    """Whether what queries attend to is laid out anew in each step, in other shapes."""
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}

@@ -20,7 +20,6 @@ Suffixes beyond those of attention: N queries of a part    J choices of a query 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,33 +27,21 @@ from torch import Tensor
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks, gather
+from ...kernels.transfer import Transfer
 from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
+from .chosen_frames import ChosenFrame, FramedPart, Kind
 from .entries import EntryAttention, Make
 from .gathering import Queries, places_of, queries_of_parts
 
 
-class Kind(NamedTuple):
-    """What layers have in common for which the queries of a step are laid out in the same way."""
-
-    most: int  # tokens that a query attends to
-    choices: int = 1  # of a query: one for all heads, or one for each head of keys
-    size: int = 1  # tokens that are chosen together
-    is_of_whole: bool = False  # those behind the last that are complete are attended to unasked
-
-    def counts(self, positions: np.ndarray) -> np.ndarray:
-        """How many tokens queries attend to; the last block of each ends with the query."""
-        if self.is_of_whole:
-            pools = np.minimum((positions + 1) // self.size, self.most // self.size)
-            return (pools * self.size + (positions + 1) % self.size).astype(np.int32)
-        blocks = np.minimum(positions // self.size, self.most // self.size - 1)
-        return (blocks * self.size + positions % self.size + 1).astype(np.int32)
-
-
 class Choice:
     """What the queries of a layer ask of its index. Layers that have none go by the choice of one before them."""
+
+    has_frames = False
+    """Whether rows that decode choose by what lies on the device alone, so that their steps can be recorded."""
 
     def __init__(self, kind: Kind, keys_TE: Tensor):
         self.kind = kind
@@ -65,18 +52,20 @@ class Choice:
         """Write the keys of the new tokens."""
         paged.index_keys[layer][meta.token_page, meta.token_offset] = self.keys_TE
 
-    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
         """[N,J,K]: positions, of some of the packed tokens."""
         raise NotImplementedError
 
 
 class TokenChoice(Choice):
+    has_frames = True
+
     def __init__(self, q_TIE: Tensor, weights_TI: Tensor, keys_TE: Tensor, most: int):
         """weights: float32"""
         super().__init__(Kind(most), keys_TE)
         self._q_TIE, self._weights_TI = q_TIE, weights_TI
 
-    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
         asked = Asked(self._q_TIE[part.tokens], self._weights_TI[part.tokens])
         return choose(asked, paged.index_keys[layer], part.batch, self.kind.most).unsqueeze(1)
 
@@ -93,7 +82,8 @@ class PoolChoice(Choice):
     def keep(self, paged: "ChoosingAttention", layer: int, meta: GroupMeta) -> None:
         paged.give(layer, self.keys_TE, self._make)
 
-    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
+        assert isinstance(part, Part), "steps that choose pools are not recorded"
         size, device = self.kind.size, self.keys_TE.device
         seen = (part.positions + 1) // size
         table_RP = paged.entry_table(layer, part.rows, int(seen.max()))
@@ -114,7 +104,7 @@ class BlockChoice(Choice):
         super().__init__(Kind(rule.most * rule.size, q_TJE.shape[1], rule.size), keys_TE)
         self._q_TJE, self._rule = q_TJE, rule
 
-    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
         return choose_blocks(self._q_TJE[part.tokens], paged.index_keys[layer], part.batch, self._rule)
 
 
@@ -128,23 +118,13 @@ class Part:
     batch: ChoiceBatch
     gathered: GroupMeta  # of attention over what they chose: N*J rows
 
-    def take(self, entries: Tensor, chosen_NJK: Tensor) -> Tensor:
-        """[N*J,K,heads / J,C]: what the pages [pages,tokens,heads,C] have of the chosen tokens."""
-        rows, tokens, choices = len(self.batch.table_RP), self.batch.block_tokens, chosen_NJK.shape[1]
-        blocks = (chosen_NJK // tokens).view(rows, -1)
-        pages_NJK = self.batch.table_RP.gather(1, blocks).view(chosen_NJK.shape)
-        if choices == 1:
-            return entries[pages_NJK, chosen_NJK % tokens].flatten(0, 1)
-        heads_J1 = torch.arange(choices, device=entries.device)[:, None]
-        return entries[pages_NJK, chosen_NJK % tokens, heads_J1].flatten(0, 1).unsqueeze(2)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Split:
     """The rows of a step: those that see all, and those that choose."""
 
     whole: tuple[Tensor | slice, GroupMeta] | None
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] | tuple[FramedPart, ...]
 
 
 class ChoosingAttention(EntryAttention):
@@ -152,6 +132,8 @@ class ChoosingAttention(EntryAttention):
 
     index_keys: dict[int, Tensor]  # by layer, in pages: [pages,tokens of a page,E]
     _splits: dict[tuple[int, Kind], _Split]
+    _frame: ChosenFrame | None = None  # of a recorded step
+    _all_have_frames = True
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         super().use(pages, plan)
@@ -178,7 +160,20 @@ class ChoosingAttention(EntryAttention):
 
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         super().begin_step(batches, positions_T)
-        self._splits = {}
+        self._splits, self._frame = {}, None
+
+    @property
+    def has_frames(self) -> bool:
+        return self._all_have_frames and not self._entries_of and self.backend.capabilities.held_tables
+
+    def frame(self, rows: int) -> ChosenFrame:
+        return ChosenFrame(rows, self.backend, self._device)
+
+    def refill(self, frame: ChosenFrame, batches: Sequence[GroupBatch], transfer: Transfer) -> bool:
+        return frame.refill(batches, transfer)
+
+    def go_by(self, frame: ChosenFrame) -> None:
+        self._frame = frame
 
     def attend_chosen(
         self,
@@ -193,6 +188,7 @@ class ChoosingAttention(EntryAttention):
     ) -> Tensor:
         """As `attend_packed`, to what `choice` says. asks: it is this layer's own."""
         if self._backend is None:
+            self._all_have_frames &= choice.has_frames
             return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
         place, view = self._mask_of[layer], self._views[layer]
         meta = self._metas[place]
@@ -211,7 +207,7 @@ class ChoosingAttention(EntryAttention):
             choice.chosen = [choice.choose(self, layer, part) for part in split.parts]
         for part, chosen_NJK in zip(split.parts, choice.chosen, strict=True):
             q_NJHD = q_THD[part.tokens].unflatten(1, (choice.kind.choices, -1))
-            entries = part.take(view, chosen_NJK)
+            entries = _taken(view, chosen_NJK, part.batch)
             found = self._attend_to(entries, q_NJHD.flatten(0, 1), params, part.gathered, out_THV.shape[2])
             out_THV[part.tokens] = found.view(len(q_NJHD), -1, out_THV.shape[2])
         return out_THV
@@ -226,6 +222,8 @@ class ChoosingAttention(EntryAttention):
 
     def _split(self, place: int, kind: Kind) -> _Split:
         """Made once per step for all layers of a group that choose alike."""
+        if self._frame is not None:
+            return _Split(None, self._frame.parts(place, kind))
         split = self._splits.get((place, kind))
         if split is None:
             batch = self._batches[place]
@@ -267,3 +265,14 @@ class ChoosingAttention(EntryAttention):
             ),
             gathered=self.backend.prepare(gathered, self._device),
         )
+
+
+def _taken(entries: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tensor:
+    """[N*J,K,heads / J,C]: what the pages [pages,tokens,heads,C] have of the chosen tokens."""
+    choices, tokens = chosen_NJK.shape[1], batch.block_tokens
+    if choices == 1:
+        of_tokens = entries.flatten(2)
+        return gather(of_tokens, chosen_NJK[:, 0], batch).unflatten(2, entries.shape[2:])
+    pages_NJK = batch.table_RP.gather(1, (chosen_NJK // tokens).view(len(batch.table_RP), -1)).view(chosen_NJK.shape)
+    heads_J1 = torch.arange(choices, device=entries.device)[:, None]
+    return entries[pages_NJK, chosen_NJK % tokens, heads_J1].flatten(0, 1).unsqueeze(2)
