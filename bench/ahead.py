@@ -37,7 +37,7 @@ from intarsia.kernels.state.triton import (
 )
 from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.streams import triton as streams
-from intarsia.kernels.token_choice import Asked, ChoiceBatch
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch
 from intarsia.kernels.token_choice import triton as choice
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
@@ -348,7 +348,7 @@ def _streams() -> Iterator[Variant]:
 
 
 def _choice(dtype: str) -> Iterator[Variant]:
-    """Of DeepSeek-V3.2, in a recorded step."""
+    """Of DeepSeek-V3.2, and blocks of MiniMax-M3, in a recorded step."""
     rows, heads, size, most, entry, page = 8, 64, 128, 2048, 576, 64
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
@@ -357,14 +357,19 @@ def _choice(dtype: str) -> Iterator[Variant]:
     weights, scores = (empty(rows, width, dtype=torch.float32) for width in (heads, 1 << 17))
     table, starts = empty(1 << 20, dtype=torch.int32), empty(rows, dtype=torch.int64)
     batch = ChoiceBatch(table, starts, scores.shape[1], page, starts)
-    chosen, asked = empty(rows, most, dtype=torch.int64), Asked(empty(rows, heads, size), weights)
-    for launch in (
-        choice.scoring(asked, empty(4, page, size), batch, scores, most),
-        choice.selecting(scores, batch, chosen),
-        choice.gathering(empty(4, page, entry), chosen, batch, empty(rows, most, entry)),
-    ):
-        name = launch.kernel.fn.__name__
-        places = {"positions_ptr", "starts_ptr", "chosen_ptr"}
+    keys, chosen, asked = empty(4, page, size), empty(rows, 1, most, dtype=torch.int64), empty(rows, heads, size)
+    rule, groups = BlockRule(128, 16, 1), 4
+    of_blocks, blocks = empty(rows, groups, 1 << 10, dtype=torch.float32), empty(rows, groups, 16, dtype=torch.int64)
+    launches = {
+        "score": choice.scoring(Asked(asked, weights), keys, batch, scores, most),
+        "select": choice.selecting(scores, batch, chosen),
+        "gather": choice.gathering(empty(4, page, 1, entry), chosen, batch, empty(rows, 1, most, entry)),
+        "score blocks": choice.scoring_blocks(empty(rows, groups, size), keys, batch, of_blocks, rule),
+        "select blocks": choice.selecting(of_blocks, batch, blocks, rule.size),
+        "spread": choice.spreading(blocks, batch, empty(rows, groups, most, dtype=torch.int64), rule.size),
+    }
+    for name, launch in launches.items():
+        places = {"positions_ptr", "starts_ptr", "chosen_ptr", "blocks_ptr"}
         numbers = {"q_ptr", "keys_ptr", "entries_ptr", "out_ptr"}
         types = _types(launch.kernel, numbers, dtype, {"weights_ptr", "scores_ptr"}, places)
         yield Variant(f"choice {dtype} {name}", launch.kernel, types, launch.constants, launch.warps, 3)

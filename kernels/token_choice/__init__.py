@@ -5,16 +5,16 @@
     entries = gather(pages, chosen, batch)                          # once per layer that goes by a choice
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic. Tokens are chosen in C++ on a CPU
-(`cpu.py`), by kernels of our own on a GPU (`triton.py`), and else in plain torch, as blocks are everywhere.
+(`cpu.py`), blocks in plain torch; both by kernels of our own on a GPU (`triton.py`).
 """
 
+import torch
 from torch import Tensor
 
 from . import cpu, plain_torch, triton
-from .plain_torch import choose_blocks
 from .protocol import Asked, BlockRule, ChoiceBatch
 
-__all__ = ["Asked", "BlockRule", "ChoiceBatch", "choose", "choose_blocks", "gather"]
+__all__ = ["Asked", "BlockRule", "ChoiceBatch", "choose", "choose_blocks", "gather", "has_frames"]
 
 
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
@@ -26,9 +26,21 @@ def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Ten
     return kind.choose(asked, keys_PBE, batch, most)
 
 
-def gather(entries_PBC: Tensor, chosen_NK: Tensor, batch: ChoiceBatch) -> Tensor:
-    """[N,K,C]: of each query the entries [pages,tokens of a page,C] of the tokens that it chose. Behind those of a
+def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: BlockRule) -> Tensor:
+    """Positions [N,I,rule.most * rule.size] of the tokens of the blocks that each index head chooses, in order, and
+    zeros behind them."""
+    kind = triton if has_frames(keys_PBE.device, rule.size) else plain_torch
+    return kind.choose_blocks(q_NIE, keys_PBE, batch, rule)
+
+
+def gather(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tensor:
+    """[N,J,K,C]: of each choice of a query the entries [pages,tokens of a page,J,C] of the tokens. Behind those of a
     query that chose fewer than K there may be anything."""
-    if entries_PBC.device.type != "cpu" and triton.is_available():
-        return triton.gather(entries_PBC, chosen_NK, batch)
-    return plain_torch.gather(entries_PBC, chosen_NK, batch)
+    kind = triton if has_frames(entries_PBJC.device) else plain_torch
+    return kind.gather(entries_PBJC, chosen_NJK, batch)
+
+
+def has_frames(device: torch.device, block_tokens: int = 1) -> bool:
+    """Whether queries choose by what lies on the device alone, so that a recorded step can be replayed. block_tokens:
+    that are chosen together"""
+    return device.type != "cpu" and triton.takes_blocks(block_tokens)

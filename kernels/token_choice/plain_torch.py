@@ -29,11 +29,13 @@ def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Ten
     return F.pad(chosen_NK.masked_fill_(chosen_NK == batch.longest, 0), (0, most - chosen_NK.shape[1]))
 
 
-def gather(entries_PBC: Tensor, chosen_NK: Tensor, batch: ChoiceBatch) -> Tensor:
-    """[N,K,C]: of each query the entries of the tokens that it chose."""
-    blocks = (chosen_NK // batch.block_tokens).view(len(batch.table_RP), -1)
-    pages_NK = batch.table_RP.gather(1, blocks).view(chosen_NK.shape)
-    return entries_PBC[pages_NK, chosen_NK % batch.block_tokens]
+def gather(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tensor:
+    """[N,J,K,C]: of each choice of a query the entries of the tokens."""
+    choices, tokens = chosen_NJK.shape[1], batch.block_tokens
+    pages_NJK = batch.table_RP.gather(1, (chosen_NJK // tokens).view(len(batch.table_RP), -1)).view(chosen_NJK.shape)
+    if choices == 1:
+        return entries_PBJC[pages_NJK, chosen_NJK % tokens, 0]
+    return entries_PBJC[pages_NJK, chosen_NJK % tokens, torch.arange(choices, device=entries_PBJC.device)[:, None]]
 
 
 def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: BlockRule) -> Tensor:

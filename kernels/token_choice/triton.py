@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
-from .protocol import Asked, ChoiceBatch
+from .protocol import Asked, BlockRule, ChoiceBatch
 
 MOST_SCORE_BYTES = 128 << 20
 """Of queries that are scored in one launch."""
@@ -16,8 +16,13 @@ SCORED_TOKENS, SCORING_WARPS = {2: 64, 4: 32}, {2: 4, 4: 8}
 """Tokens at once, by one program; by the bytes of a number. float32 takes three products for one: else it would
 spill."""
 
-SELECTED_TOKENS, SELECTING_WARPS = 4096, 8
-"""Likewise. A long row goes by in few turns, because each turn waits for the one before it."""
+SELECTED, SELECTING_WARPS = 4096, 8
+"""Scores likewise. A long row goes by in few turns, because each turn waits for the one before it."""
+
+MOST_BLOCK_TOKENS = 128
+"""Of a block whose highest score is found at once."""
+
+SPREAD_TOKENS = 1024
 
 GATHERED_NUMBERS = 1 << 14
 """Likewise, with their padding."""
@@ -43,6 +48,11 @@ def is_available() -> bool:
     return gpu.missing() is None
 
 
+def takes_blocks(size: int) -> bool:
+    """Whether blocks of so many tokens can be chosen here."""
+    return size == power_of_two(size) <= MOST_BLOCK_TOKENS and is_available()
+
+
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
     """Arguments and result as in `reference.py`. Of tokens that score alike the older one is taken."""
     queries = len(asked.q_NIE)
@@ -59,11 +69,25 @@ def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Ten
     return chosen_NK
 
 
-def gather(entries_PBC: Tensor, chosen_NK: Tensor, batch: ChoiceBatch) -> Tensor:
-    """[N,K,C]: entries of chosen tokens. Behind those of a query that sees fewer than K there may be anything."""
-    gathered_NKC = entries_PBC.new_empty(*chosen_NK.shape, entries_PBC.shape[2])
-    gathering(entries_PBC, chosen_NK, batch, gathered_NKC).run()
-    return gathered_NKC
+def choose_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, rule: BlockRule) -> Tensor:
+    """Arguments and result as in `reference.py`, of blocks that `takes_blocks`."""
+    queries, heads, device = *q_NIE.shape[:2], keys_PBE.device
+    blocks = -(-batch.longest // rule.size)
+    scores_NIB = torch.empty(queries, heads, blocks, dtype=torch.float32, device=device)
+    blocks_NIM = torch.empty(queries, heads, rule.most, dtype=torch.int64, device=device)
+    chosen_NIK = torch.empty(queries, heads, rule.most * rule.size, dtype=torch.int64, device=device)
+    if blocks > rule.most:
+        scoring_blocks(q_NIE.contiguous(), keys_PBE, batch, scores_NIB, rule).run()
+    selecting(scores_NIB, batch, blocks_NIM, rule.size).run()
+    spreading(blocks_NIM, batch, chosen_NIK, rule.size).run()
+    return chosen_NIK
+
+
+def gather(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tensor:
+    """[N,J,K,C]: entries of chosen tokens. Behind those of a query that sees fewer than K there may be anything."""
+    gathered_NJKC = entries_PBJC.new_empty(*chosen_NJK.shape, entries_PBJC.shape[3])
+    gathering(entries_PBJC, chosen_NJK, batch, gathered_NJKC).run()
+    return gathered_NJKC
 
 
 def scoring(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, scores_NL: Tensor, most: int) -> Launch:
@@ -80,43 +104,86 @@ def scoring(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, scores_NL: Tenso
             *_rows(batch), *keys_PBE.stride()[:2], scores_NL.shape[1],
         ),
         {
-            "HEADS": heads, "HEADS_PADDED": max(LEAST_DOT, power_of_two(heads)),
-            "SIZE": size, "SIZE_PADDED": max(LEAST_DOT, power_of_two(size)),
-            "KEYS": together, "PAGE": batch.block_tokens, "MOST": most, "HAS_STARTS": batch.starts_R is not None,
-            "PRECISION": "tf32x3" if asked.q_NIE.dtype == torch.float32 else "tf32",
+            **_sizes(heads, size), "KEYS": together, "PAGE": batch.block_tokens, "MOST": most,
+            "HAS_STARTS": batch.starts_R is not None, "PRECISION": _precision(asked.q_NIE),
         },
         SCORING_WARPS[keys_PBE.itemsize],
     )  # fmt: skip
 
 
-def selecting(scores_NL: Tensor, batch: ChoiceBatch, chosen_NK: Tensor) -> Launch:
+def scoring_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, scores_NIB: Tensor, rule: BlockRule) -> Launch:
     from . import triton_kernels as kernels
 
-    arguments = (scores_NL, batch.positions_N, chosen_NK, scores_NL.shape[1])
-    constants = {"MOST": chosen_NK.shape[1], "TILE": SELECTED_TOKENS}
-    return Launch(kernels.select, (len(chosen_NK),), arguments, constants, SELECTING_WARPS)
+    queries, heads, size = q_NIE.shape
+    assert keys_PBE.stride(2) == 1 and keys_PBE.dtype == q_NIE.dtype, "keys lie as the kernel reads them"
+    together = max(1, SCORED_TOKENS[keys_PBE.itemsize] // rule.size)
+    return Launch(
+        kernels.score_blocks,
+        (queries, _programs(queries, -(-scores_NIB.shape[2] // together))),
+        (
+            q_NIE, keys_PBE, *_tables(batch), batch.positions_N, scores_NIB, *_rows(batch), *keys_PBE.stride()[:2],
+            scores_NIB.shape[2], rule.near,
+        ),
+        {
+            **_sizes(heads, size), "BLOCKS": together, "BLOCK": rule.size, "PAGE": batch.block_tokens,
+            "MOST": rule.most, "HAS_STARTS": batch.starts_R is not None, "PRECISION": _precision(q_NIE),
+        },
+        SCORING_WARPS[keys_PBE.itemsize],
+    )  # fmt: skip
 
 
-def gathering(entries_PBC: Tensor, chosen_NK: Tensor, batch: ChoiceBatch, gathered_NKC: Tensor) -> Launch:
+def selecting(scores: Tensor, batch: ChoiceBatch, chosen: Tensor, block_tokens: int = 1) -> Launch:
+    """scores: [N,L], or [N,I,B] of blocks of so many tokens; chosen: [N,K], or [N,I,blocks]"""
     from . import triton_kernels as kernels
 
-    queries, most = chosen_NK.shape
-    size = entries_PBC.shape[2]
-    assert entries_PBC.stride(2) == 1, "entries lie as the kernel reads them"
+    choices, most = chosen[..., 0].numel(), chosen.shape[-1]
+    constants = {"CHOICES": choices // len(chosen), "BLOCK": block_tokens, "MOST": most, "TILE": SELECTED}
+    arguments = (scores, batch.positions_N, chosen, scores.shape[-1])
+    return Launch(kernels.select, (choices,), arguments, constants, SELECTING_WARPS)
+
+
+def spreading(blocks_NIM: Tensor, batch: ChoiceBatch, chosen_NIK: Tensor, block_tokens: int) -> Launch:
+    from . import triton_kernels as kernels
+
+    queries, choices, most = blocks_NIM.shape
+    return Launch(
+        kernels.spread,
+        (queries * choices, -(-chosen_NIK.shape[2] // SPREAD_TOKENS)),
+        (blocks_NIM, batch.positions_N, chosen_NIK),
+        {"CHOICES": choices, "BLOCK": block_tokens, "MOST": most, "TILE": SPREAD_TOKENS},
+    )
+
+
+def gathering(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch, gathered_NJKC: Tensor) -> Launch:
+    from . import triton_kernels as kernels
+
+    queries, choices, most = chosen_NJK.shape
+    size = entries_PBJC.shape[3]
+    assert entries_PBJC.stride(3) == 1, "entries lie as the kernel reads them"
     padded = power_of_two(size)
     tokens = min(max(1, GATHERED_NUMBERS // padded), power_of_two(most))
     return Launch(
         kernels.gather,
-        (queries, _programs(queries, -(-most // tokens))),
+        (queries * choices, _programs(queries * choices, -(-most // tokens))),
         (
-            entries_PBC, chosen_NK, *_tables(batch), batch.positions_N, gathered_NKC,
-            *_rows(batch), *entries_PBC.stride()[:2],
+            entries_PBJC, chosen_NJK, *_tables(batch), batch.positions_N, gathered_NJKC,
+            *_rows(batch), *entries_PBJC.stride()[:3],
         ),
         {
-            "SIZE": size, "SIZE_PADDED": padded, "TOKENS": tokens, "PAGE": batch.block_tokens, "MOST": most,
-            "HAS_STARTS": batch.starts_R is not None,
+            "CHOICES": choices, "SIZE": size, "SIZE_PADDED": padded, "TOKENS": tokens,
+            "PAGE": batch.block_tokens, "MOST": most, "HAS_STARTS": batch.starts_R is not None,
         },
     )  # fmt: skip
+
+
+def _sizes(heads: int, size: int) -> dict[str, int]:
+    """Of index heads, with their padding."""
+    padded = (max(LEAST_DOT, power_of_two(each)) for each in (heads, size))
+    return dict(zip(("HEADS_PADDED", "SIZE_PADDED"), padded, strict=True)) | {"HEADS": heads, "SIZE": size}
+
+
+def _precision(q_NIE: Tensor) -> str:
+    return "tf32x3" if q_NIE.dtype == torch.float32 else "tf32"
 
 
 def _tables(batch: ChoiceBatch) -> tuple[Tensor, Tensor]:

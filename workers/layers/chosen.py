@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks, gather
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks, gather, has_frames
 from ...kernels.transfer import Transfer
 from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
@@ -58,11 +58,10 @@ class Choice:
 
 
 class TokenChoice(Choice):
-    has_frames = True
-
     def __init__(self, q_TIE: Tensor, weights_TI: Tensor, keys_TE: Tensor, most: int):
         """weights: float32"""
         super().__init__(Kind(most), keys_TE)
+        self.has_frames = has_frames(keys_TE.device)
         self._q_TIE, self._weights_TI = q_TIE, weights_TI
 
     def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
@@ -102,6 +101,7 @@ class PoolChoice(Choice):
 class BlockChoice(Choice):
     def __init__(self, q_TJE: Tensor, keys_TE: Tensor, rule: BlockRule):
         super().__init__(Kind(rule.most * rule.size, q_TJE.shape[1], rule.size), keys_TE)
+        self.has_frames = has_frames(keys_TE.device, rule.size)
         self._q_TJE, self._rule = q_TJE, rule
 
     def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
@@ -269,10 +269,5 @@ class ChoosingAttention(EntryAttention):
 
 def _taken(entries: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tensor:
     """[N*J,K,heads / J,C]: what the pages [pages,tokens,heads,C] have of the chosen tokens."""
-    choices, tokens = chosen_NJK.shape[1], batch.block_tokens
-    if choices == 1:
-        of_tokens = entries.flatten(2)
-        return gather(of_tokens, chosen_NJK[:, 0], batch).unflatten(2, entries.shape[2:])
-    pages_NJK = batch.table_RP.gather(1, (chosen_NJK // tokens).view(len(batch.table_RP), -1)).view(chosen_NJK.shape)
-    heads_J1 = torch.arange(choices, device=entries.device)[:, None]
-    return entries[pages_NJK, chosen_NJK % tokens, heads_J1].flatten(0, 1).unsqueeze(2)
+    of_choices = entries.view(*entries.shape[:2], chosen_NJK.shape[1], -1)
+    return gather(of_choices, chosen_NJK, batch).flatten(0, 1).unflatten(2, (-1, entries.shape[3]))

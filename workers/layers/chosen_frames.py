@@ -59,8 +59,8 @@ class FramedPart:
         return self._backend.refill(self.gathered, self._attended(of_group), transfer)
 
     def _attended(self, of_group: GroupBatch) -> GroupBatch:
-        """What was gathered for each query, as a row of one page."""
-        counts = self._kind.counts(of_group.kv_lens[self.tokens] - 1)
+        """What was gathered for each choice, as a row of one page."""
+        counts = np.repeat(self._kind.counts(of_group.kv_lens[self.tokens] - 1), self._kind.choices)
         own_pages = np.arange(len(counts), dtype=np.int32).reshape(-1, 1)
         return GroupBatch(own_pages, np.ones_like(counts), counts, self._kind.most)
 
@@ -78,7 +78,7 @@ class ChosenFrame:
     def parts(self, place: int, kind: Kind) -> tuple[FramedPart, ...]:
         """They are made when a layer first asks: a step runs once before it is recorded."""
         if (place, kind) not in self._parts:
-            together, batch = max(1, GATHERED_TOKENS // kind.most), self._batches[place]
+            together, batch = max(1, GATHERED_TOKENS // (kind.most * kind.choices)), self._batches[place]
             parts = tuple(
                 FramedPart(slice(start, min(start + together, self._rows)), kind, batch, self._backend, self._device)
                 for start in range(0, self._rows, together)
