@@ -49,9 +49,6 @@ WITH_IMAGES = {"mllama"}
 WITH_CHOICE = {"deepseek_v32", "glm_moe_dsa", "minimax_m3", "mistral_large4", "deepseek_v4", "glm5_next"}
 """Families whose layers attend to tokens that an indexer chooses."""
 
-CHOSEN_BY_THE_HOST = {"deepseek_v4", "glm5_next"}
-"""Families of these whose host lays out what is gathered, so that no steps of theirs are recorded."""
-
 WITH_SHARING = {"gemma3n", "gemma4_e"}
 """Families whose last layers read the keys and values of others."""
 

@@ -3,6 +3,7 @@
     chosen = choose(Asked(queries, weights), keys, batch, most)     # once per layer that has an index
     chosen = choose_blocks(queries, keys, batch, rule)              # where tokens are chosen in blocks
     entries = gather(pages, chosen, batch)                          # once per layer that goes by a choice
+    entries = gather_sight(window, entries, .., chosen, sight)      # likewise in recorded steps, beside a window
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic. Tokens are chosen in C++ on a CPU
 (`cpu.py`), blocks in plain torch; both by kernels of our own on a GPU (`triton.py`).
@@ -12,9 +13,20 @@ import torch
 from torch import Tensor
 
 from . import cpu, plain_torch, triton
-from .protocol import Asked, BlockRule, ChoiceBatch
+from .protocol import Asked, BlockRule, ChoiceBatch, Sight
+from .triton import gather_sight
 
-__all__ = ["Asked", "BlockRule", "ChoiceBatch", "choose", "choose_blocks", "gather", "has_frames"]
+__all__ = [
+    "Asked",
+    "BlockRule",
+    "ChoiceBatch",
+    "Sight",
+    "choose",
+    "choose_blocks",
+    "gather",
+    "gather_sight",
+    "has_frames",
+]
 
 
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:

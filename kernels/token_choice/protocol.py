@@ -31,6 +31,14 @@ class BlockRule(NamedTuple):
     near: int  # of them, so many are its own and those just before it, whatever their scores: one at least
 
 
+class Sight(NamedTuple):
+    """What a query attends to, where that is a window and entries of several tokens (DeepSeek-V4)."""
+
+    window_tokens: int
+    most_entries: int
+    width: int  # of what is gathered for a query: no less than both together
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceBatch:
     """Queries that choose, and where the index keys of their rows lie. Rows have as many queries each.
@@ -39,7 +47,8 @@ class ChoiceBatch:
     Units   positions in tokens: a query sees those up to its own. `longest` is the most that any of them sees.
             Blocks that no query of a row sees may be 0.
     With `starts`, the table is the numbers of many tables in a row, int32, and `starts` says where those of each row
-    begin, [R] int64: where a way of choosing can take that.
+    begin, [R] int64; and what is chosen may be entries of several tokens, each of which lies in the block of its last
+    one. Positions and `longest` count entries then. Only `triton.py` takes these.
     """
 
     table_RP: Tensor
@@ -47,6 +56,7 @@ class ChoiceBatch:
     longest: int
     block_tokens: int
     starts_R: Tensor | None = None
+    entry_tokens: int = 1
 
     def of(self, queries: slice) -> "ChoiceBatch":
         """The same of some queries, whose rows have one each, or of some of the queries of one row."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
-from .protocol import Asked, BlockRule, ChoiceBatch
+from .protocol import Asked, BlockRule, ChoiceBatch, Sight
 
 MOST_SCORE_BYTES = 128 << 20
 """Of queries that are scored in one launch."""
@@ -90,6 +90,17 @@ def gather(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch) -> Tens
     return gathered_NJKC
 
 
+def gather_sight(
+    window_PBC: Tensor, entries_PEC: Tensor, of_window: ChoiceBatch, of_entries: ChoiceBatch, chosen_NK: Tensor | None,
+    sight: Sight,
+) -> Tensor:  # fmt: skip
+    """[N,sight.width,C]: of each query the tokens of its window, and behind them entries: those of the numbers
+    `chosen`, or all that it sees. Behind these there may be anything."""
+    gathered_NLC = window_PBC.new_empty(len(of_window.positions_N), sight.width, window_PBC.shape[2])
+    gathering_sight(window_PBC, entries_PEC, of_window, of_entries, chosen_NK, sight, gathered_NLC).run()
+    return gathered_NLC
+
+
 def scoring(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, scores_NL: Tensor, most: int) -> Launch:
     from . import triton_kernels as kernels  # here and not above: triton may be missing
 
@@ -104,8 +115,8 @@ def scoring(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, scores_NL: Tenso
             *_rows(batch), *keys_PBE.stride()[:2], scores_NL.shape[1],
         ),
         {
-            **_sizes(heads, size), "KEYS": together, "PAGE": batch.block_tokens, "MOST": most,
-            "HAS_STARTS": batch.starts_R is not None, "PRECISION": _precision(asked.q_NIE),
+            **_sizes(heads, size), **_pages(batch), "KEYS": together, "MOST": most,
+            "PRECISION": _precision(asked.q_NIE),
         },
         SCORING_WARPS[keys_PBE.itemsize],
     )  # fmt: skip
@@ -125,8 +136,8 @@ def scoring_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, scores_N
             scores_NIB.shape[2], rule.near,
         ),
         {
-            **_sizes(heads, size), "BLOCKS": together, "BLOCK": rule.size, "PAGE": batch.block_tokens,
-            "MOST": rule.most, "HAS_STARTS": batch.starts_R is not None, "PRECISION": _precision(q_NIE),
+            **_sizes(heads, size), **_pages(batch), "BLOCKS": together, "BLOCK": rule.size, "MOST": rule.most,
+            "PRECISION": _precision(q_NIE),
         },
         SCORING_WARPS[keys_PBE.itemsize],
     )  # fmt: skip
@@ -160,8 +171,7 @@ def gathering(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch, gath
     queries, choices, most = chosen_NJK.shape
     size = entries_PBJC.shape[3]
     assert entries_PBJC.stride(3) == 1, "entries lie as the kernel reads them"
-    padded = power_of_two(size)
-    tokens = min(max(1, GATHERED_NUMBERS // padded), power_of_two(most))
+    padded, tokens = _gathered_at_once(size, most)
     return Launch(
         kernels.gather,
         (queries * choices, _programs(queries * choices, -(-most // tokens))),
@@ -170,16 +180,53 @@ def gathering(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch, gath
             *_rows(batch), *entries_PBJC.stride()[:3],
         ),
         {
-            "CHOICES": choices, "SIZE": size, "SIZE_PADDED": padded, "TOKENS": tokens,
-            "PAGE": batch.block_tokens, "MOST": most, "HAS_STARTS": batch.starts_R is not None,
+            "CHOICES": choices, "SIZE": size, "SIZE_PADDED": padded, "TOKENS": tokens, "MOST": most,
+            **_pages(batch),
         },
     )  # fmt: skip
+
+
+def gathering_sight(
+    window: Tensor, entries: Tensor, of_window: ChoiceBatch, of_entries: ChoiceBatch, chosen_NK: Tensor | None,
+    sight: Sight, gathered_NLC: Tensor,
+) -> Launch:  # fmt: skip
+    """Arguments as in `gather_sight`. window, entries: [pages,..,C]"""
+    from . import triton_kernels as kernels
+
+    queries, width, size = gathered_NLC.shape
+    assert window.stride(-1) == entries.stride(-1) == 1, "entries lie as the kernel reads them"
+    assert of_window.starts_R is not None and of_entries.starts_R is not None, "tables lie on the device"
+    padded, tokens = _gathered_at_once(size, width)
+    return Launch(
+        kernels.gather_sight,
+        (queries, _programs(queries, -(-width // tokens))),
+        (
+            window, entries, of_window.table_RP if chosen_NK is None else chosen_NK, of_window.table_RP,
+            of_window.starts_R, of_entries.starts_R, of_window.positions_N, gathered_NLC,
+            *window.stride()[:2], *entries.stride()[:2], sight.window_tokens,
+        ),
+        {
+            "SIZE": size, "SIZE_PADDED": padded, "TOKENS": tokens, "WIDTH": width, "MOST": sight.most_entries,
+            "WINDOW_PAGE": of_window.block_tokens, "ENTRY_PAGE": of_entries.block_tokens,
+            "ENTRY": of_entries.entry_tokens, "IS_CHOSEN": chosen_NK is not None,
+        },
+    )  # fmt: skip
+
+
+def _gathered_at_once(size: int, most: int) -> tuple[int, int]:
+    """Numbers of an entry with their padding, and how many entries of at most so many a program gathers at a time."""
+    padded = power_of_two(size)
+    return padded, min(max(1, GATHERED_NUMBERS // padded), power_of_two(most))
 
 
 def _sizes(heads: int, size: int) -> dict[str, int]:
     """Of index heads, with their padding."""
     padded = (max(LEAST_DOT, power_of_two(each)) for each in (heads, size))
     return dict(zip(("HEADS_PADDED", "SIZE_PADDED"), padded, strict=True)) | {"HEADS": heads, "SIZE": size}
+
+
+def _pages(batch: ChoiceBatch) -> dict[str, int]:
+    return {"PAGE": batch.block_tokens, "ENTRY": batch.entry_tokens, "HAS_STARTS": batch.starts_R is not None}
 
 
 def _precision(q_NIE: Tensor) -> str:

@@ -5,6 +5,7 @@
     select        one program per choice: the score that so many reach, found by its digits; then who does, in order
     spread        the tokens of chosen blocks
     gather        entries of the chosen tokens side by side, a page for each choice
+    gather_sight  a window and entries of several tokens side by side, a page for each query
 
 What there is to do follows from positions and tables on the device, so a recorded step chooses anew at each replay. No
 sum depends on another query, so a query chooses the same in any company.
@@ -21,10 +22,16 @@ DIGITS = tl.constexpr(256)
 
 
 @triton.jit
-def _pages(table_ptr, starts_ptr, row, width, token, live, PAGE: tl.constexpr, HAS_STARTS: tl.constexpr):
-    """int64: in which pages tokens of a row lie."""
+def _places(
+    table_ptr, starts_ptr, row, width, number, live,
+    PAGE: tl.constexpr, ENTRY: tl.constexpr, HAS_STARTS: tl.constexpr,
+):  # fmt: skip
+    """int64: in which pages of PAGE tokens entries of a row lie, and where in them. An entry of ENTRY tokens lies in
+    the page of its last one."""
     start = tl.load(starts_ptr + row) if HAS_STARTS else row.to(tl.int64) * width
-    return tl.load(table_ptr + start + token // PAGE, mask=live, other=0).to(tl.int64)
+    block = ((number + 1) * ENTRY - 1) // PAGE
+    page = tl.load(table_ptr + start + block, mask=live, other=0).to(tl.int64)
+    return page, number - block * PAGE // ENTRY
 
 
 @triton.jit
@@ -32,10 +39,11 @@ def score(
     q_ptr, keys_ptr, weights_ptr, table_ptr, starts_ptr, positions_ptr, scores_ptr,
     each, width, page_stride, token_stride, scores_stride,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr,
-    KEYS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, HAS_STARTS: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, ENTRY: tl.constexpr, MOST: tl.constexpr, HAS_STARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, any): tiles of one query's row, each by one of the programs. Nothing is scored for queries that see no
-    more than they choose. Strides in items.
+    more than they choose. Strides in items. What are called tokens may be entries of ENTRY tokens each.
 
     q [N,I,E]  keys [pages,tokens,E]  weights [N,I] float32  positions [N] int64  scores [N,L] float32
     each: queries of a row    width: pages of a row of the table, or with HAS_STARTS starts [R] int64
@@ -53,8 +61,8 @@ def score(
     for tile in range(tl.program_id(1), tl.cdiv(seen, KEYS), tl.num_programs(1)):
         token = tile * KEYS + k
         live = token < seen
-        page = _pages(table_ptr, starts_ptr, n // each, width, token, live, PAGE, HAS_STARTS)
-        at = keys_ptr + page * page_stride + (token % PAGE) * token_stride
+        page, place = _places(table_ptr, starts_ptr, n // each, width, token, live, PAGE, ENTRY, HAS_STARTS)
+        at = keys_ptr + page * page_stride + place * token_stride
         keys = tl.load(at[:, None] + e[None, :], mask=live[:, None] & (e < SIZE)[None, :], other=0.0)
         products = tl.maximum(tl.dot(q, tl.trans(keys), input_precision=PRECISION), 0.0)
         tl.store(scores_ptr + n.to(tl.int64) * scores_stride + token, tl.sum(products * weights[:, None], 0), mask=live)
@@ -65,8 +73,8 @@ def score_blocks(
     q_ptr, keys_ptr, table_ptr, starts_ptr, positions_ptr, scores_ptr,
     each, width, page_stride, token_stride, scores_stride, near,
     HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, HAS_STARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, ENTRY: tl.constexpr, MOST: tl.constexpr,
+    HAS_STARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, any): as `score`, the highest score in each block of BLOCK tokens, BLOCKS at a time. The last `near`
     blocks come first. scores [N,I,B]"""
@@ -84,8 +92,8 @@ def score_blocks(
     for tile in range(tl.program_id(1), tl.cdiv(blocks, BLOCKS), tl.num_programs(1)):
         token = tile * BLOCKS * BLOCK + k
         live = token < seen
-        page = _pages(table_ptr, starts_ptr, n // each, width, token, live, PAGE, HAS_STARTS)
-        at = keys_ptr + page * page_stride + (token % PAGE) * token_stride
+        page, place = _places(table_ptr, starts_ptr, n // each, width, token, live, PAGE, ENTRY, HAS_STARTS)
+        at = keys_ptr + page * page_stride + place * token_stride
         keys = tl.load(at[:, None] + e[None, :], mask=live[:, None] & (e < SIZE)[None, :], other=0.0)
         products = tl.where(live[None, :], tl.dot(q, tl.trans(keys), input_precision=PRECISION), float("-inf"))
         highest = tl.max(tl.reshape(products, (HEADS_PADDED, BLOCKS, BLOCK)), 2)
@@ -194,8 +202,43 @@ def gather(
         place = tile * TOKENS + tl.arange(0, TOKENS)
         live = place < count
         token = tl.load(chosen_ptr + n.to(tl.int64) * MOST + place, mask=live, other=0)
-        page = _pages(table_ptr, starts_ptr, query // each, width, token, live, PAGE, HAS_STARTS)
-        at = entries_ptr + page * page_stride + (token % PAGE) * token_stride
+        page, at_page = _places(table_ptr, starts_ptr, query // each, width, token, live, PAGE, 1, HAS_STARTS)
+        at = entries_ptr + page * page_stride + at_page * token_stride
         numbers = tl.load(at[:, None] + c[None, :], mask=live[:, None] & own, other=0.0)
         to = out_ptr + (n.to(tl.int64) * MOST + place) * SIZE
+        tl.store(to[:, None] + c[None, :], numbers, mask=live[:, None] & own)
+
+
+@triton.jit
+def gather_sight(
+    window_ptr, entries_ptr, chosen_ptr, table_ptr, window_starts_ptr, entry_starts_ptr, positions_ptr, out_ptr,
+    window_page_stride, window_token_stride, entry_page_stride, entry_stride, span,
+    SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, ENTRY_PAGE: tl.constexpr, ENTRY: tl.constexpr, IS_CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, any): the tokens of a window of `span`, and behind them the first MOST entries of ENTRY tokens that the
+    query sees, or with IS_CHOSEN those of the numbers chosen [N,MOST]. Nothing is written behind these.
+
+    window [pages,tokens,C]  entries [pages,entries,C]  starts [N] int64, both in `table`  out [N,WIDTH,C]
+    """
+    n = tl.program_id(0)
+    position = tl.load(positions_ptr + n)
+    oldest = tl.maximum(position - span + 1, 0)
+    in_window = (position - oldest + 1).to(tl.int32)
+    count = in_window + tl.minimum(((position + 1) // ENTRY).to(tl.int32), MOST)
+    c = tl.arange(0, SIZE_PADDED)
+    own = (c < SIZE)[None, :]
+    for tile in range(tl.program_id(1), tl.cdiv(count, TOKENS), tl.num_programs(1)):
+        place = tile * TOKENS + tl.arange(0, TOKENS)
+        live = place < count
+        in_sight = place < in_window
+        page, at = _places(table_ptr, window_starts_ptr, n, 0, oldest + place, in_sight, WINDOW_PAGE, 1, True)
+        token = window_ptr + page * window_page_stride + at * window_token_stride
+        number = (place - in_window).to(tl.int64)
+        if IS_CHOSEN:
+            number = tl.load(chosen_ptr + n.to(tl.int64) * MOST + number, mask=live & (number >= 0), other=0)
+        page, at = _places(table_ptr, entry_starts_ptr, n, 0, number, live & ~in_sight, ENTRY_PAGE, ENTRY, True)
+        entry = entries_ptr + page * entry_page_stride + at * entry_stride
+        numbers = tl.load(tl.where(in_sight, token, entry)[:, None] + c[None, :], mask=live[:, None] & own, other=0.0)
+        to = out_ptr + (n.to(tl.int64) * WIDTH + place) * SIZE
         tl.store(to[:, None] + c[None, :], numbers, mask=live[:, None] & own)

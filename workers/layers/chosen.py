@@ -20,6 +20,7 @@ Suffixes beyond those of attention: N queries of a part    J choices of a query 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +29,31 @@ from torch import Tensor
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
 from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks, gather, has_frames
-from ...kernels.transfer import Transfer
 from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
-from .chosen_frames import ChosenFrame, FramedPart, Kind
 from .entries import EntryAttention, Make
 from .gathering import Queries, places_of, queries_of_parts
+from .gathering_frames import FramedPart
+
+
+class Kind(NamedTuple):
+    """What layers have in common for which the queries of a step are laid out in the same way."""
+
+    most: int  # tokens that a query attends to
+    choices: int = 1  # of a query: one for all heads, or one for each head of keys
+    size: int = 1  # tokens that are chosen together
+    is_of_whole: bool = False  # those behind the last that are complete are attended to unasked
+
+    def counts(self, positions: np.ndarray) -> np.ndarray:
+        """How many tokens queries attend to, for each choice; the last block of each ends with the query."""
+        if self.is_of_whole:
+            pools = np.minimum((positions + 1) // self.size, self.most // self.size)
+            counts = pools * self.size + (positions + 1) % self.size
+        else:
+            blocks = np.minimum(positions // self.size, self.most // self.size - 1)
+            counts = blocks * self.size + positions % self.size + 1
+        return np.repeat(counts.astype(np.int32), self.choices)
 
 
 class Choice:
@@ -76,21 +95,19 @@ class PoolChoice(Choice):
     def __init__(self, asked: Asked, given_TC: Tensor, make: Make, size: int, pools: int):
         """given: what each token gives to its pool's key. pools: that a query attends to"""
         super().__init__(Kind((pools + 1) * size - 1, size=size, is_of_whole=True), given_TC)
+        self.has_frames = has_frames(given_TC.device)
         self._asked, self._make, self._pools = asked, make, pools
 
     def keep(self, paged: "ChoosingAttention", layer: int, meta: GroupMeta) -> None:
         paged.give(layer, self.keys_TE, self._make)
 
     def choose(self, paged: "ChoosingAttention", layer: int, part: "Part | FramedPart") -> Tensor:
-        assert isinstance(part, Part), "steps that choose pools are not recorded"
         size, device = self.kind.size, self.keys_TE.device
-        seen = (part.positions + 1) // size
-        table_RP = paged.entry_table(layer, part.rows, int(seen.max()))
-        asked = Asked(*(each[part.tokens] for each in self._asked))
-        batch = paged.choice_among(layer, table_RP, seen)
+        asked, batch = Asked(*(each[part.tokens] for each in self._asked)), paged.entries_seen(layer, part)
         pools_NK = paged.choose_entries(layer, asked, paged.entries(layer)[:, :, 0], batch, self._pools)
         # Their tokens, and those behind the last whole pool; all tokens where no more pools are seen than are chosen.
-        seen_N1, last_N1 = (upload(each, device).unsqueeze(1) for each in (seen, part.positions))
+        last_N1 = part.batch.positions_N.unsqueeze(1)
+        seen_N1 = (last_N1 + 1) // size
         of_pools = (pools_NK.unsqueeze(2) * size + torch.arange(size, device=device)).flatten(1)
         behind = seen_N1 * size + torch.arange(size - 1, device=device)
         tokens = torch.cat((of_pools, behind), dim=1)
@@ -132,8 +149,6 @@ class ChoosingAttention(EntryAttention):
 
     index_keys: dict[int, Tensor]  # by layer, in pages: [pages,tokens of a page,E]
     _splits: dict[tuple[int, Kind], _Split]
-    _frame: ChosenFrame | None = None  # of a recorded step
-    _all_have_frames = True
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         super().use(pages, plan)
@@ -160,20 +175,7 @@ class ChoosingAttention(EntryAttention):
 
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         super().begin_step(batches, positions_T)
-        self._splits, self._frame = {}, None
-
-    @property
-    def has_frames(self) -> bool:
-        return self._all_have_frames and not self._entries_of and self.backend.capabilities.held_tables
-
-    def frame(self, rows: int) -> ChosenFrame:
-        return ChosenFrame(rows, self.backend, self._device)
-
-    def refill(self, frame: ChosenFrame, batches: Sequence[GroupBatch], transfer: Transfer) -> bool:
-        return frame.refill(batches, transfer)
-
-    def go_by(self, frame: ChosenFrame) -> None:
-        self._frame = frame
+        self._splits = {}
 
     def attend_chosen(
         self,
@@ -188,7 +190,7 @@ class ChoosingAttention(EntryAttention):
     ) -> Tensor:
         """As `attend_packed`, to what `choice` says. asks: it is this layer's own."""
         if self._backend is None:
-            self._all_have_frames &= choice.has_frames
+            self._can_be_recorded &= choice.has_frames
             return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
         place, view = self._mask_of[layer], self._views[layer]
         meta = self._metas[place]
@@ -223,7 +225,7 @@ class ChoosingAttention(EntryAttention):
     def _split(self, place: int, kind: Kind) -> _Split:
         """Made once per step for all layers of a group that choose alike."""
         if self._frame is not None:
-            return _Split(None, self._frame.parts(place, kind))
+            return _Split(None, self._frame.parts((place, kind), place, kind.most, kind.counts, kind.choices))
         split = self._splits.get((place, kind))
         if split is None:
             batch = self._batches[place]
@@ -250,7 +252,7 @@ class ChoosingAttention(EntryAttention):
         rows, tokens, positions = queries
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
-        chosen = np.repeat(kind.counts(positions), kind.choices)
+        chosen = kind.counts(positions)
         own_pages = np.arange(len(chosen), dtype=np.int32).reshape(-1, 1)
         gathered = GroupBatch(own_pages, np.ones_like(chosen), chosen, kind.most)
         return Part(

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, ChoiceBatch
+from ...kernels.token_choice import Asked, ChoiceBatch, Sight, gather_sight
 from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
 from .entries import Entries, EntryAttention, Make, ragged, weighed
 from .gathering import Queries, places_of, queries_of_parts
+from .gathering_frames import GatheringFrame
 from .head_products import HeadProduct, head_product
 
 WIDTH = 16
@@ -97,6 +98,8 @@ class CompressingAttention(EntryAttention):
         kind = Kind(self._places[layer], self._lies[layer], None if index is None else index.most)
         self._backend.write(self._views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
         self.give(layer, given_TC, make)
+        if self._frame is not None:
+            return self._attend_in_frame(self._frame, layer, kind, q_THD, index, params)
         if kind not in self._parts:
             window = self._batches[kind.window]
             widths = (window.window_tokens or 0) + kind.attended(window.kv_lens.astype(np.int64) // kind.entries.tokens)
@@ -111,12 +114,42 @@ class CompressingAttention(EntryAttention):
             out_THD[part.tokens] = out_NHD
         return out_THD
 
+    def _attend_in_frame(
+        self, frame: GatheringFrame, layer: int, kind: Kind, q_THD: Tensor, index: Index | None, params: LayerParams
+    ) -> Tensor:
+        """Of a recorded step: what a query attends to is laid out where its tables are."""
+        rows, window_tokens = frame.rows_of(kind.window), frame.batches[kind.window].window_tokens
+        assert window_tokens is not None, "these layers have windows"
+        most = rows.longest // kind.entries.tokens if kind.most is None else kind.most
+        sight = Sight(window_tokens, most, -(-(window_tokens + most) // WIDTH) * WIDTH)
+        window, entries = self._views[layer][:, :, 0], self.entries(layer)[:, :, 0]
+
+        def lengths(positions: np.ndarray) -> np.ndarray:
+            in_window = np.minimum(positions + 1, window_tokens)
+            return (in_window + kind.attended((positions + 1) // kind.entries.tokens)).astype(np.int32)
+
+        out_THD = torch.empty_like(q_THD)
+        for part in frame.parts(kind, kind.window, sight.width, lengths):
+            q_NHD, of_entries, chosen_NK = q_THD[part.tokens].contiguous(), self.entries_seen(layer, part), None
+            if index is not None:
+                asked, keys_PBE = Asked(*(each[part.tokens] for each in index.asked)), self._index_keys(layer)
+                chosen_NK = self.choose_entries(layer, asked, keys_PBE, of_entries, index.most)
+            pages_NLC = gather_sight(window, entries, part.batch, of_entries, chosen_NK, sight)
+            out_NHD = torch.empty_like(q_NHD)
+            self.backend.attend(q_NHD, pages_NLC.unsqueeze(2), params, part.gathered, out_NHD)
+            out_THD[part.tokens] = out_NHD
+        return out_THD
+
+    def _index_keys(self, layer: int) -> Tensor:
+        """Of entries, in their pages."""
+        return self.pages.beside_tokens[ENTRIES + layer]
+
     def _attended(self, layer: int, part: _Part, index: Index | None) -> Tensor:
         """Numbers of entries: [L]."""
         if part.choice is None or index is None:
             return part.entry_L
         asked = Asked(*(each[part.tokens] for each in index.asked))
-        keys_PBE = self.pages.beside_tokens[ENTRIES + layer]
+        keys_PBE = self._index_keys(layer)
         return self.choose_entries(layer, asked, keys_PBE, part.choice, index.most).view(-1)[part.entry_L]
 
     def _gathered(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:

@@ -9,23 +9,37 @@ Suffixes: N entries    S tokens that an entry is made of    C numbers that a tok
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import GroupBatch, upload
-from ...kernels.token_choice import Asked, ChoiceBatch, choose
+from ...kernels.token_choice import Asked, ChoiceBatch, choose, has_frames
+from ...kernels.transfer import Transfer
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .attention import PagedAttention, step_masks
+from .gathering_frames import FramedPart, GatheringFrame
 
 Make = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 """(what tokens gave [N,S,C], whether there are tokens before its own [N], first positions [N]) -> entries [N,D], and
 their index keys [N,E] if there are such."""
+
+
+class Seeing(Protocol):
+    """Queries of a step that choose together."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Of the step: one for each query, or one for all."""
+        ...
+
+    @property
+    def positions(self) -> np.ndarray: ...
 
 
 class Entries(NamedTuple):
@@ -59,6 +73,8 @@ class EntryAttention(PagedAttention):
         self._batches: Sequence[GroupBatch] = ()
         self._makings: dict[Entries, Making | None] = {}
         self._lies: dict[int, Entries] = {}
+        self._frame: GatheringFrame | None = None  # of a recorded step
+        self._can_be_recorded = has_frames(device)
         self._places: dict[int, int] = {}  # layer, or number of its entries -> place of its group
         self._all_pages: Pages | None = None
 
@@ -76,7 +92,24 @@ class EntryAttention(PagedAttention):
 
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         super().begin_step(batches, positions_T)
-        self._batches, self._makings = [of_rows(batch) for batch in batches], {}
+        self._batches, self._makings, self._frame = [of_rows(batch) for batch in batches], {}, None
+
+    # -- recorded steps ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_frames(self) -> bool:
+        return self._can_be_recorded and self.backend.capabilities.held_tables
+
+    def frame(self, rows: int) -> GatheringFrame:
+        return GatheringFrame(rows, self.backend, self._device)
+
+    def refill(self, frame: GatheringFrame, batches: Sequence[GroupBatch], transfer: Transfer) -> bool:
+        return frame.refill(batches, transfer)
+
+    def go_by(self, frame: GatheringFrame) -> None:
+        self._batches, self._makings, self._frame = frame.batches, {}, frame
+
+    # -- entries -----------------------------------------------------------------------------------------------------
 
     @property
     def pages(self) -> Pages:
@@ -93,7 +126,8 @@ class EntryAttention(PagedAttention):
         givers, meta = self.pages.tokens[GIVERS + layer], self._metas[entries.givers]
         givers[meta.token_page, meta.token_offset, 0] = given_TC
         if entries not in self._makings:
-            self._makings[entries] = self._made_in_step(entries)
+            frame = self._frame
+            self._makings[entries] = self._made_in_step(entries) if frame is None else self._made_in(frame, entries)
         making = self._makings[entries]
         if making is None:
             return
@@ -123,6 +157,19 @@ class EntryAttention(PagedAttention):
         if size % entries.tokens == 0:
             return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, size // entries.tokens)
         return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, 0)
+
+    def entries_seen(self, layer: int, part: "Seeing | FramedPart") -> ChoiceBatch:
+        """Among which the queries of a part choose. One that sees none is given the first, and told to see none."""
+        tokens = self._lies[layer].tokens
+        if self._frame is None:
+            assert not isinstance(part, FramedPart), "frames' parts are asked for in recorded steps alone"
+            seen_N = (part.positions + 1) // tokens
+            return self.choice_among(layer, self.entry_table(layer, part.rows, int(seen_N.max())), seen_N)
+        assert isinstance(part, FramedPart), "of a recorded step"
+        rows = self._frame.rows_of(self._lies[layer].place).of(part.tokens)
+        newest_N = ((rows.positions_N + 1) // tokens - 1).clamp_(min=0)
+        longest = max(1, rows.longest // tokens)
+        return replace(rows, positions_N=newest_N, longest=longest, entry_tokens=tokens)
 
     def choose_entries(self, layer: int, asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
         """[N,most]: numbers of entries, in order; zeros behind those of a query that sees fewer.
@@ -165,6 +212,22 @@ class EntryAttention(PagedAttention):
             place,
         )
         return Making(*(upload(np.ascontiguousarray(each), self._device) for each in places))
+
+    def _made_in(self, frame: GatheringFrame, entries: Entries) -> Making:
+        """In a recorded step: one of each row. Those that are not complete go into the null page."""
+        rows, givers = frame.rows_of(entries.place), frame.rows_of(entries.givers)
+        assert rows.starts_R is not None and givers.starts_R is not None, "tables lie on the device"
+        tokens = entries.tokens
+        known_N = rows.positions_N + 1
+        number_N = (known_N // tokens - 1).clamp_(min=0)
+        first_N = number_N * tokens
+        behind = (frame.batches[entries.givers].window_tokens or tokens) - tokens
+        token_NS = (first_N[:, None] + torch.arange(-behind, tokens, device=self._device)).clamp_(min=0)
+        given_page_NS = givers.table_RP[givers.starts_R[:, None] + token_NS // givers.block_tokens].long()
+        own_block_N, place_N = _place_of(number_N, tokens, rows.block_tokens)
+        is_complete_N = known_N % tokens == 0
+        page_N = rows.table_RP[rows.starts_R + own_block_N].long() * is_complete_N
+        return Making(given_page_NS, token_NS % givers.block_tokens, number_N > 0, first_N, page_N, place_N)
 
 
 def weighed(given_NSC: Tensor, bias_SC: Tensor, has_before_N: Tensor) -> Tensor:
