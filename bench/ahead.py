@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from intarsia.kernels.state.triton import (
 )
 from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.streams import triton as streams
-from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, Sight
 from intarsia.kernels.token_choice import triton as choice
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
@@ -348,7 +349,7 @@ def _streams() -> Iterator[Variant]:
 
 
 def _choice(dtype: str) -> Iterator[Variant]:
-    """Of DeepSeek-V3.2, and blocks of MiniMax-M3, in a recorded step."""
+    """Of DeepSeek-V3.2, blocks of MiniMax-M3, and entries of DeepSeek-V4, in a recorded step."""
     rows, heads, size, most, entry, page = 8, 64, 128, 2048, 576, 64
 
     def empty(*shape: int, dtype: torch.dtype = DTYPES[dtype]) -> torch.Tensor:
@@ -360,18 +361,21 @@ def _choice(dtype: str) -> Iterator[Variant]:
     keys, chosen, asked = empty(4, page, size), empty(rows, 1, most, dtype=torch.int64), empty(rows, heads, size)
     rule, groups = BlockRule(128, 16, 1), 4
     of_blocks, blocks = empty(rows, groups, 1 << 10, dtype=torch.float32), empty(rows, groups, 16, dtype=torch.int64)
+    sight, entries = Sight(128, 512, 640), replace(batch, entry_tokens=4)
+    window, numbers = (empty(4, page, 512) for _ in range(2)), empty(rows, 512, dtype=torch.int64)
     launches = {
         "score": choice.scoring(Asked(asked, weights), keys, batch, scores, most),
         "select": choice.selecting(scores, batch, chosen),
         "gather": choice.gathering(empty(4, page, 1, entry), chosen, batch, empty(rows, 1, most, entry)),
         "score blocks": choice.scoring_blocks(empty(rows, groups, size), keys, batch, of_blocks, rule),
         "select blocks": choice.selecting(of_blocks, batch, blocks, rule.size),
+        "gather sight": choice.gathering_sight(*window, batch, entries, numbers, sight, empty(rows, sight.width, 512)),
         "spread": choice.spreading(blocks, batch, empty(rows, groups, most, dtype=torch.int64), rule.size),
     }
     for name, launch in launches.items():
-        places = {"positions_ptr", "starts_ptr", "chosen_ptr", "blocks_ptr"}
-        numbers = {"q_ptr", "keys_ptr", "entries_ptr", "out_ptr"}
-        types = _types(launch.kernel, numbers, dtype, {"weights_ptr", "scores_ptr"}, places)
+        places = {"positions_ptr", "starts_ptr", "chosen_ptr", "blocks_ptr", "window_starts_ptr", "entry_starts_ptr"}
+        of_dtype = {"q_ptr", "keys_ptr", "entries_ptr", "window_ptr", "out_ptr"}
+        types = _types(launch.kernel, of_dtype, dtype, {"weights_ptr", "scores_ptr"}, places)
         yield Variant(f"choice {dtype} {name}", launch.kernel, types, launch.constants, launch.warps, 3)
 
 

@@ -24,8 +24,8 @@ MOST_BLOCK_TOKENS = 128
 
 SPREAD_TOKENS = 1024
 
-GATHERED_NUMBERS = 1 << 14
-"""Likewise, with their padding."""
+GATHERED_BYTES = 1 << 14
+"""Of entries with their padding, likewise: more would be spilled."""
 
 MOST_PROGRAMS = 1 << 12
 """Of a launch over tiles: a program that finds no tile returns at once, but it has to be begun."""
@@ -171,7 +171,7 @@ def gathering(entries_PBJC: Tensor, chosen_NJK: Tensor, batch: ChoiceBatch, gath
     queries, choices, most = chosen_NJK.shape
     size = entries_PBJC.shape[3]
     assert entries_PBJC.stride(3) == 1, "entries lie as the kernel reads them"
-    padded, tokens = _gathered_at_once(size, most)
+    padded, tokens = _gathered_at_once(entries_PBJC, most)
     return Launch(
         kernels.gather,
         (queries * choices, _programs(queries * choices, -(-most // tokens))),
@@ -196,7 +196,7 @@ def gathering_sight(
     queries, width, size = gathered_NLC.shape
     assert window.stride(-1) == entries.stride(-1) == 1, "entries lie as the kernel reads them"
     assert of_window.starts_R is not None and of_entries.starts_R is not None, "tables lie on the device"
-    padded, tokens = _gathered_at_once(size, width)
+    padded, tokens = _gathered_at_once(window, width)
     return Launch(
         kernels.gather_sight,
         (queries, _programs(queries, -(-width // tokens))),
@@ -213,10 +213,10 @@ def gathering_sight(
     )  # fmt: skip
 
 
-def _gathered_at_once(size: int, most: int) -> tuple[int, int]:
+def _gathered_at_once(entries: Tensor, most: int) -> tuple[int, int]:
     """Numbers of an entry with their padding, and how many entries of at most so many a program gathers at a time."""
-    padded = power_of_two(size)
-    return padded, min(max(1, GATHERED_NUMBERS // padded), power_of_two(most))
+    padded = power_of_two(entries.shape[-1])
+    return padded, min(max(1, GATHERED_BYTES // (padded * entries.itemsize)), power_of_two(most))
 
 
 def _sizes(heads: int, size: int) -> dict[str, int]:

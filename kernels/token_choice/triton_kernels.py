@@ -186,7 +186,7 @@ def gather(
     entries_ptr, chosen_ptr, table_ptr, starts_ptr, positions_ptr, out_ptr,
     each, width, page_stride, token_stride, choice_stride,
     CHOICES: tl.constexpr, SIZE: tl.constexpr, SIZE_PADDED: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
-    MOST: tl.constexpr, HAS_STARTS: tl.constexpr,
+    ENTRY: tl.constexpr, MOST: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid (N J, any): TOKENS chosen tokens at a time. Nothing is written behind those of a query that sees fewer.
 
@@ -202,7 +202,7 @@ def gather(
         place = tile * TOKENS + tl.arange(0, TOKENS)
         live = place < count
         token = tl.load(chosen_ptr + n.to(tl.int64) * MOST + place, mask=live, other=0)
-        page, at_page = _places(table_ptr, starts_ptr, query // each, width, token, live, PAGE, 1, HAS_STARTS)
+        page, at_page = _places(table_ptr, starts_ptr, query // each, width, token, live, PAGE, ENTRY, HAS_STARTS)
         at = entries_ptr + page * page_stride + at_page * token_stride
         numbers = tl.load(at[:, None] + c[None, :], mask=live[:, None] & own, other=0.0)
         to = out_ptr + (n.to(tl.int64) * MOST + place) * SIZE

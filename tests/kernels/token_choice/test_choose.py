@@ -1,11 +1,12 @@
 """Which tokens are chosen, by each way of computing it, held against the slow one."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, cpu, plain_torch, reference, triton
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, Sight, cpu, plain_torch, reference, triton
 
 WAYS = {"torch": plain_torch.choose, "cpu": cpu.choose, "triton": triton.choose}
 
@@ -203,3 +204,79 @@ def test_queries_that_are_scored_one_after_another_choose_the_same(
     together = triton.choose(asked, keys, batch, 5)
     monkeypatch.setattr(triton, "MOST_SCORE_BYTES", 8 * batch.longest)
     assert triton.choose(asked, keys, batch, 5).tolist() == together.tolist()
+
+
+class Tables(NamedTuple):
+    """Rows of as many tokens, whose blocks lie anywhere, in tables one behind another."""
+
+    numbers: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def drawn(cls, rows: int, width: int, generator: torch.Generator) -> "Tables":
+        numbers = torch.full((2 * rows * width + 1,), 1 << 20, dtype=torch.int32)
+        starts = 1 + width * torch.randperm(2 * rows, generator=generator)[:rows]
+        pages = torch.randperm(PAGES, generator=generator)[: rows * width].int()
+        for row, start in enumerate(starts.tolist()):
+            numbers[start : start + width] = pages[row * width : (row + 1) * width]
+        return cls(numbers, starts)
+
+    def page(self, row: int, block: int) -> int:
+        return int(self.numbers[self.starts[row] + block])
+
+
+def entry_of(pages: torch.Tensor, tables: Tables, row: int, number: int, tokens: int) -> torch.Tensor:
+    """An entry of so many tokens, which lies in the block of its last token, behind those that end there before it."""
+    block = ((number + 1) * tokens - 1) // BLOCK_TOKENS
+    before = sum(1 for other in range(number) if ((other + 1) * tokens - 1) // BLOCK_TOKENS == block)
+    return pages[tables.page(row, block), before]
+
+
+@pytest.mark.skipif(not triton.is_available(), reason="there is no Triton")
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 7, 12])
+def test_entries_of_several_tokens_are_chosen_wherever_they_lie(tokens: int):
+    """Also those that do not fill a block, and of which not every block has as many."""
+    generator = torch.Generator().manual_seed(tokens)
+    positions = torch.tensor([59, 31, 12])
+    tables = Tables.drawn(3, 12, generator)
+    pages = torch.randn(PAGES, BLOCK_TOKENS, 24, generator=generator)
+    asked = Asked(torch.randn(3, 4, 24, generator=generator), torch.randn(3, 4, generator=generator))
+    seen = (positions + 1) // tokens
+    newest = (seen - 1).clamp(min=0)
+    batch = ChoiceBatch(tables.numbers, newest, 60 // tokens, BLOCK_TOKENS, tables.starts, tokens)
+    chosen = triton.choose(asked, pages, batch, 3)
+    for row, count in enumerate(seen.tolist()):
+        if count == 0:
+            continue  # what a query that sees none is given is not attended to
+        keys = torch.stack([entry_of(pages, tables, row, number, tokens) for number in range(count)])[None]
+        one = ChoiceBatch(torch.zeros(1, 1, dtype=torch.int64), newest[row : row + 1], count, count)
+        alone = Asked(*(each[row : row + 1] for each in asked))
+        assert chosen[row].tolist() == reference.choose(alone, keys, one, 3)[0].tolist()
+
+
+@pytest.mark.skipif(not triton.is_available(), reason="there is no Triton")
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+@pytest.mark.parametrize("is_chosen", [False, True], ids=["all", "chosen"])
+def test_a_window_and_entries_are_gathered_side_by_side(tokens: int, is_chosen: bool):
+    generator = torch.Generator().manual_seed(tokens)
+    positions, most = torch.tensor([59, 31, 2]), 5 if is_chosen else 60 // tokens
+    window, entries = (torch.randn(PAGES, BLOCK_TOKENS, 24, generator=generator) for _ in range(2))
+    windows, others = (Tables.drawn(3, 12, generator) for _ in range(2))
+    numbers = torch.cat((windows.numbers, others.numbers))
+    others = Tables(numbers, others.starts + len(windows.numbers))
+    of_window = ChoiceBatch(numbers, positions, 60, BLOCK_TOKENS, windows.starts)
+    of_entries = ChoiceBatch(numbers, positions, 60, BLOCK_TOKENS, others.starts, tokens)
+    chosen = None
+    if is_chosen:
+        chosen = torch.zeros(3, most, dtype=torch.int64)
+        for row, position in enumerate(positions.tolist()):
+            some = torch.randperm((position + 1) // tokens, generator=generator)[:most].sort().values
+            chosen[row, : len(some)] = some
+    gathered = triton.gather_sight(window, entries, of_window, of_entries, chosen, Sight(8, most, 8 + most))
+    for row, position in enumerate(positions.tolist()):
+        sight = range(max(0, position - 7), position + 1)
+        expected = [window[windows.page(row, at // BLOCK_TOKENS), at % BLOCK_TOKENS] for at in sight]
+        for place in range(min((position + 1) // tokens, most)):
+            number = place if chosen is None else int(chosen[row, place])
+            expected.append(entry_of(entries, others, row, number, tokens))
+        assert torch.equal(gathered[row, : len(expected)], torch.stack(expected))
