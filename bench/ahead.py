@@ -95,7 +95,12 @@ ATTENTION = [  # name, heads per kv head, key size, value size, tokens of a page
     ("head of 192", 4, 192, 128, 16, 0, False, False),
     ("latent", 16, 576, 512, 64, 0, False, False),
     ("encoder", 4, 128, 128, 16, 3, False, False),
+    ("bloom slopes", 1, 128, 128, 16, 0, False, False),
+    ("inkling biases", 8, 128, 128, 16, 1, False, True),
 ]
+
+BY_DISTANCE = {"bloom slopes": {"HAS_SLOPES": True}, "inkling biases": {"EXTENT": 1024, "SINKS_OF_QUERIES": True}}
+"""How scores change with it."""
 
 
 def _attention(dtype: str) -> Iterator[Variant]:
@@ -103,12 +108,16 @@ def _attention(dtype: str) -> Iterator[Variant]:
     for name, group, key_dim, value_dim, page, rule, softcap, sinks in ATTENTION:
         key, value = Size.of(key_dim), Size.of(value_dim)
         for one_query in (True, False):
-            shape: Shape = shape_for(key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query)
+            is_biased = "EXTENT" in BY_DISTANCE.get(name, {})
+            shape: Shape = shape_for(
+                key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query, is_biased=is_biased
+            )
             yield Variant(
                 f"attend {dtype} {name} ({'single' if one_query else 'prompt'})",
                 kernels.attend,
                 _types(
-                    kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"},
+                    kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype,
+                    {"partial_ptr", "slopes_ptr", "biases_ptr"},
                     {"table_start_ptr"},
                 ),
                 {
@@ -116,8 +125,9 @@ def _attention(dtype: str) -> Iterator[Variant]:
                     "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,
                     "VALUE_DIM": value.dim, "VALUE_MAIN": value.main, "VALUE_REST": value.rest,
                     "VALUE_AT": 0 if name == "latent" else key_dim, "RULE": rule, "ONE_QUERY": one_query,
-                    "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks, "AT_ONCE": shape.at_once, "AHEAD": shape.ahead,
-                    "PRECISION": precision_of(DTYPES[dtype]),
+                    "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks, "SINKS_OF_QUERIES": False, "HAS_SLOPES": False,
+                    "EXTENT": 0, "AT_ONCE": shape.at_once and name not in BY_DISTANCE, "AHEAD": shape.ahead,
+                    "PRECISION": precision_of(DTYPES[dtype]), **BY_DISTANCE.get(name, {}),
                 },
                 shape.warps,
                 shape.stages,
@@ -138,6 +148,7 @@ def _attention(dtype: str) -> Iterator[Variant]:
             {
                 "GROUP": 4, "CUTS": MERGED_AT_ONCE,
                 "VALUE_DIM": value_dim, "VALUE_PADDED": value_dim, "HAS_SINKS": False,
+                "SINKS_OF_QUERIES": False,
             },
             4,
             3,

@@ -52,7 +52,9 @@ class Shape(NamedTuple):
     ahead: bool = False  # with the scores of a turn computed in the turn before; only at once
 
 
-def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool) -> Shape:
+def shape_for(
+    key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool, *, is_biased: bool = False
+) -> Shape:
     """Tiles that fit the registers and the shared memory of an H100 (`bench/ahead.py` says what each takes), and were
     the fastest of a dozen there in 16 bits.
 
@@ -76,6 +78,8 @@ def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query
         return Shape(rows, 64 if widest <= 128 else 32, 4, 3 if widest <= 128 else 2)
     if widest > 256:
         return Shape(32, 32, 8, 2)
+    if is_biased:
+        return Shape(64, 32, 8, 2)
     if widest > 192:
         return Shape(128, 32, 8, 3, at_once=True)
     if widest > 128:
@@ -106,10 +110,13 @@ class _Call(NamedTuple):
     plan: _Plan
     partial: Tensor  # [records, K, Dv + 2]
     out_THD: Tensor
+    sinks: Tensor | None  # [H], or [T,H]
+    biases_THE: Tensor | None  # float32
 
     @property
-    def sinks(self) -> Tensor:
-        return self.q_THD if self.params.sinks is None else self.params.sinks
+    def sink_constants(self) -> dict[str, bool]:
+        sinks = self.sinks
+        return {"HAS_SINKS": sinks is not None, "SINKS_OF_QUERIES": sinks is not None and sinks.dim() == 2}
 
 
 class TritonBackend:
@@ -121,6 +128,8 @@ class TritonBackend:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         wide_frames=True,
+        slopes=True,
+        biases=True,
         mixed_frames=True,
         held_tables=True,
         merge_bytes=MOST_RECORD_BYTES,
@@ -226,12 +235,17 @@ class TritonBackend:
         kv_heads, value_dim = kv_view.shape[2], out_THD.shape[2]
         group, record = heads // kv_heads, kv_heads * (value_dim + 2)
         single, longer = (
-            shape_for(key_dim, value_dim, group, q_THD.itemsize, is_single) for is_single in (True, False)
+            shape_for(key_dim, value_dim, group, q_THD.itemsize, is_single, is_biased=params.biases is not None)
+            for is_single in (True, False)
         )
         tiling = Tiling(group, single.rows, longer.rows, 4 * record)
+        sinks, biases_THE = params.sinks, None
+        if params.biases is not None:
+            biases_THE = params.biases.of(slice(None)).contiguous()
+            sinks = None if params.biases.sinks_TH is None else params.biases.sinks_TH.contiguous()
         for work, sizes in meta.plan.work.lists(tiling, q_THD.device):
             partial = q_THD.new_empty(max(1, sizes.records * record), dtype=torch.float32)
-            call = _Call(q_THD, kv_view, params, meta.plan, partial, out_THD)
+            call = _Call(q_THD, kv_view, params, meta.plan, partial, out_THD, sinks, biases_THE)
             # Two launches, because in one all programs would have the registers of the larger tile (`docs/gpu.md`).
             if sizes.singles:
                 self._attend(call, single, work.singles, sizes.singles, is_single=True)
@@ -241,12 +255,15 @@ class TritonBackend:
                 self._merge(call, work.merges, sizes.merges, MERGED_ROWS if sizes.longer else min(group, MERGED_ROWS))
 
     def _attend(self, call: _Call, shape: Shape, items: Tensor, count: int, *, is_single: bool) -> None:
-        q_THD, kv_view, params, plan, partial, out_THD = call
+        q_THD, kv_view, params, plan, partial, out_THD, sinks, biases_THE = call
+        unread, slopes = q_THD, params.slopes
+        scores_as_is = slopes is None and biases_THE is None  # but for their scale and softcap
         heads, key_dim = q_THD.shape[1:]
         kv_heads = kv_view.shape[2]
         key, value = Size.of(key_dim), Size.of(out_THD.shape[2])
         self._kernels.attend[(kv_heads, _programs(count, kv_heads, q_THD.device))](
-            q_THD, kv_view, out_THD, partial, call.sinks, plan.block_table, items, plan.query_start, plan.kv_len,
+            q_THD, kv_view, out_THD, partial, unread if sinks is None else sinks, unread if slopes is None else slopes,
+            unread if biases_THE is None else biases_THE, plan.block_table, items, plan.query_start, plan.kv_len,
             plan.table_start, *q_THD.stride()[:2], *out_THD.stride()[:2], *kv_view.stride()[:3],
             params.scale, params.softcap or 1.0, plan.span,
             GROUP=heads // kv_heads, ROWS=shape.rows, KEYS=shape.keys, PAGE=plan.block_tokens,
@@ -254,7 +271,8 @@ class TritonBackend:
             VALUE_DIM=value.dim, VALUE_MAIN=value.main, VALUE_REST=value.rest,
             VALUE_AT=0 if params.latent_values is not None else key_dim,
             RULE=plan.rule, ONE_QUERY=is_single, HAS_SOFTCAP=params.softcap is not None,
-            HAS_SINKS=params.sinks is not None, AT_ONCE=shape.at_once and params.scale > 0, AHEAD=shape.ahead,
+            HAS_SLOPES=slopes is not None, EXTENT=0 if biases_THE is None else biases_THE.shape[2],
+            AT_ONCE=shape.at_once and params.scale > 0 and scores_as_is, AHEAD=shape.ahead, **call.sink_constants,
             PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
@@ -263,9 +281,10 @@ class TritonBackend:
         out_THD, kv_heads = call.out_THD, call.kv_view.shape[2]
         value_dim = out_THD.shape[2]
         self._kernels.merge[(kv_heads, _programs(count, kv_heads * rows, out_THD.device), rows)](
-            call.partial, out_THD, call.sinks, merges, call.plan.query_start, *out_THD.stride()[:2],
+            call.partial, out_THD, out_THD if call.sinks is None else call.sinks, merges, call.plan.query_start,
+            *out_THD.stride()[:2],
             GROUP=out_THD.shape[1] // kv_heads, CUTS=MERGED_AT_ONCE,
-            VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim), HAS_SINKS=call.params.sinks is not None,
+            VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim), **call.sink_constants,
         )  # fmt: skip
 
 

@@ -68,12 +68,13 @@ def _load_parts(rows, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.con
 
 @triton.jit
 def _see(
-    acc, acc_rest, total, top, q, q_rest, position, oldest, low, high, table, pages,
+    acc, acc_rest, total, top, q, q_rest, position, oldest, slope, bias, low, high, table, pages,
     page_stride, token_stride, scale, softcap,
     KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
-    HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, EXTENT: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys [low, high): scores, softmax as it goes, sums of values. Without MASKED they are whole runs of KEYS and
     every query sees all of them; with HIDES each query sees only those from `oldest` to its position."""
@@ -97,6 +98,11 @@ def _see(
         score *= scale
         if HAS_SOFTCAP:  # a tangent hyperbolic by way of an exponential that may overflow to its limit
             score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E) / softcap) + 1.0))
+        far = position[:, None] - n[None, :]
+        if HAS_SLOPES:
+            score -= slope[:, None] * far.to(tl.float32)
+        if EXTENT > 0:
+            score += tl.load(bias[:, None] + far, mask=(far >= 0) & (far < EXTENT), other=0.0)
         score *= LOG2_E
         if MASKED:
             visible = live[None, :]
@@ -264,14 +270,15 @@ def _store(rows, main, rest, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST:
 
 @triton.jit
 def attend(
-    q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, items_ptr, query_start_ptr, kv_len_ptr,
-    table_start_ptr,
+    q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, slopes_ptr, biases_ptr, table_ptr, items_ptr, query_start_ptr,
+    kv_len_ptr, table_start_ptr,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, page_stride, token_stride, head_stride,
     scale, softcap, span,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
     RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SINKS_OF_QUERIES: tl.constexpr, HAS_SLOPES: tl.constexpr, EXTENT: tl.constexpr,
     AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, any): the items of one kv head, each by one of the programs. Strides in items.
@@ -280,6 +287,7 @@ def attend(
     items [1 + n, COLUMNS]: see `worklist.Work`    query_start [R+1], kv_len [R]: int32
     table: int32, the pages of all rows    table_start [R] int64: where those of each row begin
     span: of the window or chunk, in tokens    ONE_QUERY: each request of this launch has one
+    sinks [H], or with SINKS_OF_QUERIES [T,H]    slopes [H] float32    biases [T,H,EXTENT] float32, where there are any
     """
     kv_head = tl.program_id(0)
     # What is the same for all items is computed anew for each: kept, it would cost more registers than time.
@@ -300,17 +308,22 @@ def attend(
         latest = context + tl.minimum((first_row + ROWS - 1) // GROUP, queries - 1)
         q_row = q_ptr + (query_start + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
         q, q_rest = _load_parts(q_row, is_query, KEY_DIM, KEY_MAIN, KEY_REST)
+        # Of queries that there are not, those of the last one are read.
+        of_query = (query_start + tl.minimum(query, queries - 1)).to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+        slope = tl.load(slopes_ptr + head) if HAS_SLOPES else of_query
+        bias = biases_ptr + of_query * EXTENT if EXTENT > 0 else of_query
         acc, acc_rest, total, top = _sums(
-            q, q_rest, context + query, earliest, latest, low, high,
+            q, q_rest, context + query, slope, bias, earliest, latest, low, high,
             table_ptr + tl.load(table_start_ptr + row), pages_ptr + kv_head * head_stride,
             page_stride, token_stride, scale, softcap, span, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP, HAS_SLOPES, EXTENT,
             AT_ONCE, AHEAD, PRECISION,
         )  # fmt: skip
 
         # A tile of one item has the whole answer. Several leave to `merge` what it needs.
         if record < 0:
-            acc, acc_rest = _whole(acc, acc_rest, total, top, sinks_ptr + head, is_query, HAS_SINKS)
+            sinks = sinks_ptr + (of_query if SINKS_OF_QUERIES else head)
+            acc, acc_rest = _whole(acc, acc_rest, total, top, sinks, is_query, HAS_SINKS)
             out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
             _store(
                 out_row + head[:, None] * out_head_stride, acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST
@@ -325,12 +338,13 @@ def attend(
 
 @triton.jit
 def _sums(
-    q, q_rest, position, earliest, latest, low, high, table, pages,
+    q, q_rest, position, slope, bias, earliest, latest, low, high, table, pages,
     page_stride, token_stride, scale, softcap, span,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
-    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    EXTENT: tl.constexpr,
     AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one item: sums of weighted values, sums of weights, and the highest scores."""
@@ -358,9 +372,10 @@ def _sums(
         # Without a limit no key at the lower end is hidden from any query.
         if part > 0 or (hides and RULE != EVERYTHING):
             acc, acc_rest, total, top = _see(
-                acc, acc_rest, total, top, q, q_rest, position, oldest, start, stop, table, pages,
+                acc, acc_rest, total, top, q, q_rest, position, oldest, slope, bias, start, stop, table, pages,
                 page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-                VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, HAS_SOFTCAP, part != 1, PRECISION,
+                VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, HAS_SOFTCAP, HAS_SLOPES, EXTENT, part != 1,
+                PRECISION,
             )  # fmt: skip
     return acc, acc_rest, total, top
 
@@ -370,7 +385,7 @@ def merge(
     partial_ptr, out_ptr, sinks_ptr, merges_ptr, query_start_ptr,
     out_token_stride, out_head_stride,
     GROUP: tl.constexpr, CUTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr, SINKS_OF_QUERIES: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, any, rows of an entry): the cuts of one query and head, in their order, CUTS at a time, weighed by what
     each summed up. See `attend`, and `worklist.Work` for merges [1 + n, COLUMNS]."""
@@ -400,12 +415,14 @@ def merge(
                 acc = acc * shrink + tl.sum(sums * weight[:, None], 0)
                 top = highest
             query, head = m // GROUP, kv_head * GROUP + m % GROUP
+            token = (tl.load(query_start_ptr + row) + query).to(tl.int64)
             if HAS_SINKS:  # one logit more, without a value
-                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+                at = token * (tl.num_programs(0) * GROUP) + head if SINKS_OF_QUERIES else head
+                sink = tl.load(sinks_ptr + at).to(tl.float32) * LOG2_E
                 highest = tl.maximum(top, sink)
                 total = total * tl.exp2(top - highest) + tl.exp2(sink - highest)
                 acc *= tl.exp2(top - highest)
-            out = out_ptr + (tl.load(query_start_ptr + row) + query).to(tl.int64) * out_token_stride
+            out = out_ptr + token * out_token_stride
             tl.store(out + head * out_head_stride + e, (acc / total).to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
 
 

@@ -173,7 +173,7 @@ def test_scores_change_with_the_distance_of_keys(backend, slopes, extent, sinks,
     offers = backend.capabilities
     if (slopes and not offers.slopes) or (extent and not offers.biases):
         pytest.skip("another backend is chosen for such layers")
-    rows = ((1, 40), (1, 9), (9, 9), (7, 30), (1, 200))
+    rows = ((1, 40), (1, 9), (9, 9), (7, 30), (1, 700))  # the last is cut, and merged
     scene = Scene(rows, slopes=slopes, extent=extent, sinks=sinks, window_tokens=window_tokens, heads=8)
     check(scene, backend)
 

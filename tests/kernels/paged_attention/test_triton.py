@@ -25,6 +25,8 @@ SCENES = {
     "window": Scene(ROWS, window_tokens=20),
     "chunk": Scene(ROWS, chunk_tokens=16),
     "softcap and sinks": Scene(ROWS, softcap=1.5, sinks=True),
+    "slopes": Scene(ROWS, slopes=True, heads=8),
+    "biases and sinks of queries": Scene(ROWS, extent=7, sinks=True, heads=8),
     "odd heads": Scene(ROWS, block_tokens=5, heads=6, key_dim=40, value_dim=24),
 }
 
