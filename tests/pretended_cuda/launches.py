@@ -16,8 +16,9 @@ from .ledger import Kind
 from .places import place
 from .tensors import DeviceTensor, on_host
 
-OF_ONE_DTYPE = {"q_ptr", "key_ptr", "value_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}
-"""Arguments of attention's kernels that are multiplied with each other, or lie in the same pages."""
+OF_ONE_DTYPE = {"q_ptr", "key_ptr", "value_ptr", "pages_ptr", "out_ptr"}
+"""Arguments of attention's kernels that are multiplied with each other, or lie in the same pages. Sinks are none of
+them: DeepSeek-V4 has them in float32, and kernels take them so in any case."""
 
 _one_at_a_time = threading.Lock()  # the interpreter keeps the place of a program in a global variable
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import GroupBatch, TritonBackend
+from intarsia.kernels.paged_attention import Biases, GroupBatch, LayerParams, TritonBackend
 from intarsia.kernels.paged_attention import triton as triton_module
 from intarsia.kernels.paged_attention.held_tables import HeldTables
 from intarsia.kernels.transfer import Transfer
@@ -69,13 +69,25 @@ class Sight:
         return self._attend(rows, frame)
 
     def _attend(self, rows: Sequence[int], meta: Any) -> dict[int, Tensor]:
-        queries = torch.cat([self.world.q[row][kv_len - count :] for row in rows for count, kv_len in [ROWS[row]]])
         tokens = len(meta.token_page)
-        q = torch.cat((queries, torch.full((tokens - len(queries), *queries.shape[1:]), float("nan"))))
+        queries, q = self._filled(self.world.q, rows, tokens)
         out = torch.full((tokens, q.shape[1], self.world.scene.value_dim), float("nan"))
-        self.backend.attend(q, self.world.views[0], self.world.scene.params, meta, out)
+        self.backend.attend(q, self.world.views[0], self._params(rows, tokens), meta, out)
         assert out[len(queries) :].isnan().all(), "tokens that fill up get no result"
         return self._per_row(rows, out[: len(queries)])
+
+    @staticmethod
+    def _filled(of_rows: Sequence[Tensor], rows: Sequence[int], tokens: int) -> tuple[Tensor, Tensor]:
+        """What the queries of some rows have, and the same filled up to so many tokens."""
+        own = torch.cat([of_rows[row][kv_len - count :] for row in rows for count, kv_len in [ROWS[row]]])
+        return own, torch.cat((own, torch.full((tokens - len(own), *own.shape[1:]), float("nan"))))
+
+    def _params(self, rows: Sequence[int], tokens: int) -> LayerParams:
+        world = self.world
+        if not world.scene.extent:
+            return world.scene.params
+        mixtures, sinks = (self._filled(each, rows, tokens)[1] for each in (world.mixtures, world.sinks))
+        return replace(world.params, biases=Biases(mixtures, world.profiles, sinks))
 
     @staticmethod
     def _per_row(rows: Sequence[int], out: Tensor) -> dict[int, Tensor]:
