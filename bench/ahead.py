@@ -109,9 +109,7 @@ def _attention(dtype: str) -> Iterator[Variant]:
         key, value = Size.of(key_dim), Size.of(value_dim)
         for one_query in (True, False):
             is_biased = "EXTENT" in BY_DISTANCE.get(name, {})
-            shape: Shape = shape_for(
-                key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query, is_biased=is_biased
-            )
+            shape: Shape = shape_for(key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query, is_biased=is_biased)
             yield Variant(
                 f"attend {dtype} {name} ({'single' if one_query else 'prompt'})",
                 kernels.attend,
@@ -373,14 +371,16 @@ def _choice(dtype: str) -> Iterator[Variant]:
     rule, groups = BlockRule(128, 16, 1), 4
     of_blocks, blocks = empty(rows, groups, 1 << 10, dtype=torch.float32), empty(rows, groups, 16, dtype=torch.int64)
     sight, entries = Sight(128, 512, 640), replace(batch, entry_tokens=4)
-    window, numbers = (empty(4, page, 512) for _ in range(2)), empty(rows, 512, dtype=torch.int64)
+    window, numbers = empty(4, page, 512), empty(rows, 512, dtype=torch.int64)
     launches = {
         "score": choice.scoring(Asked(asked, weights), keys, batch, scores, most),
         "select": choice.selecting(scores, batch, chosen),
         "gather": choice.gathering(empty(4, page, 1, entry), chosen, batch, empty(rows, 1, most, entry)),
         "score blocks": choice.scoring_blocks(empty(rows, groups, size), keys, batch, of_blocks, rule),
         "select blocks": choice.selecting(of_blocks, batch, blocks, rule.size),
-        "gather sight": choice.gathering_sight(*window, batch, entries, numbers, sight, empty(rows, sight.width, 512)),
+        "gather sight": choice.gathering_sight(
+            window, window, batch, entries, numbers, sight, empty(rows, sight.width, 512)
+        ),
         "spread": choice.spreading(blocks, batch, empty(rows, groups, most, dtype=torch.int64), rule.size),
     }
     for name, launch in launches.items():

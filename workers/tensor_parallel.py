@@ -334,18 +334,24 @@ def is_stacked(module: Any) -> bool:
 
 
 def _count_of_groups(attention: Any) -> None:
-    rows = _outputs(attention.Wqkv)
-    groups = attention.num_key_value_groups
-    attention.num_key_value_heads = rows // attention.head_dim // (groups + 2)
-    attention.hidden_size = attention.num_key_value_heads * groups * attention.head_dim
+    heads, kv_heads = _own_heads(attention, attention.Wqkv, attention.out_proj)
+    attention.num_key_value_heads, attention.num_key_value_groups = kv_heads, heads // kv_heads
+    attention.hidden_size = heads * attention.head_dim
 
 
 def _count_fused(attention: Any) -> None:
     """It asks the config for the count of its query heads, so it gets one of its own."""
-    groups = attention.num_key_value_groups
-    attention.num_key_value_heads = _outputs(attention.qkv_proj) // attention.head_dim // (groups + 2)
+    heads, kv_heads = _own_heads(attention, attention.qkv_proj, attention.o_proj)
+    attention.num_key_value_heads, attention.num_key_value_groups = kv_heads, heads // kv_heads
     attention.config = copy(attention.config)
-    attention.config.num_attention_heads = attention.num_key_value_heads * groups
+    attention.config.num_attention_heads = heads
+
+
+def _own_heads(attention: Any, fused: Any, output: Any) -> tuple[int, int]:
+    """Of queries, which go into the output projection, and of keys. Ranks that share a head of keys have fewer queries
+    for each of theirs than the config says."""
+    heads = (output.inputs if isinstance(output, PackedLinear) else output.weight.shape[1]) // attention.head_dim
+    return heads, (_outputs(fused) // attention.head_dim - heads) // 2
 
 
 def _outputs(linear: Any) -> int:
