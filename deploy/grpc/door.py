@@ -331,6 +331,8 @@ def noting() -> Iterator[list[IntarsiaError]]:
         refused.append(error.bare())
     except grpc.aio.AbortError:  # the method has said its status itself
         raise
+    except grpc.aio.InternalError:  # it was to say something to a client that has gone meanwhile
+        raise asyncio.CancelledError from None
     except Exception:
         logger.exception("a call failed on an internal error")
         refused.append(IntarsiaError("internal error; the server's log has the details"))

@@ -22,7 +22,12 @@ while it sends does not read the answer; one that sends on for ever is cut off a
 MOST_PIPELINED = 64
 """Requests of one connection that wait for the answers before theirs."""
 
-PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+PHRASES = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 
 CONNECTION = "intarsia.connection"
 """Where an application finds the connection of a request in its scope."""
@@ -246,5 +251,5 @@ class DoorProtocol(HttpToolsProtocol):
             self._linger_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        if not self._is_refused:  # else it was while it was parsed
-            super().send_400_response(msg)
+        """uvicorn's way to refuse what it cannot parse. It may have been refused while it was parsed."""
+        self._refuse(400, "this is not HTTP/1.1: the request line or a header cannot be read")

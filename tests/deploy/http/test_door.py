@@ -101,6 +101,23 @@ def test_what_has_no_end_and_is_no_body_ends_the_connection(door: Callable[..., 
     assert httpx.get(f"{here.url}/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"BREW / HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\na\x00: b\r\n\r\n",
+        b"\x16\x03\x01",
+    ],
+    ids=["a method", "a version", "a header", "a handshake of TLS"],
+)
+def test_what_cannot_be_read_as_http_is_told_so_in_json(door: Callable[..., Door], sent: bytes):
+    told = answer_to(door(), sent)
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"application/json" in head
+    assert "not HTTP/1.1" in json.loads(body)["error"]["message"]
+
+
 @pytest.mark.parametrize(("headers", "status"), [(100, 200), (200, 431)], ids=["as many as may be", "more than may be"])
 def test_number_of_headers_is_limited_and_told(door: Callable[..., Door], headers: int, status: int):
     sent = {f"x-{n}": "1" for n in range(headers)}
