@@ -237,6 +237,8 @@ class DoorProtocol(HttpToolsProtocol):
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, PHRASES[status].encode(), len(body), body)
         )
+        if self.transport.can_write_eof():  # over TLS it cannot be said before the end
+            self.transport.write_eof()
         self._linger()
 
     def _linger(self) -> None:
