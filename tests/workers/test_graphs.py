@@ -282,7 +282,7 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
     ("most_tokens", "counts"), [(1, []), (2, [2]), (128, [128]), (300, [300, 256, 128]), (8192, [1024, 512, 256, 128])]
 )
 def test_steps_with_prompts_are_filled_up_to_few_counts_of_tokens(most_tokens: int, counts: list[int]):
-    attention = SimpleNamespace(backend=SimpleNamespace(capabilities=TritonBackend.capabilities))
+    attention = SimpleNamespace(backend=SimpleNamespace(capabilities=TritonBackend.capabilities), gathers=False)
     states = SimpleNamespace(has_mixed_frames=False)
     model: Any = SimpleNamespace(attention=attention, pages=SimpleNamespace(state_groups=[]), states=states)
     assert mixed_tokens(model, most_tokens) == counts
@@ -290,6 +290,8 @@ def test_steps_with_prompts_are_filled_up_to_few_counts_of_tokens(most_tokens: i
     assert mixed_tokens(model, most_tokens) == []
     states.has_mixed_frames = True
     assert mixed_tokens(model, most_tokens) == counts
+    attention.gathers = True  # what each query of a prompt chooses
+    assert mixed_tokens(model, most_tokens) == []
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
