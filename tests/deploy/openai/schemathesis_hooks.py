@@ -1,7 +1,7 @@
 """What a schema cannot say of a request, for schemathesis: each rule makes a request that breaks it one that keeps it.
 
 Rules between fields (`min_tokens` and `max_tokens`), rules of other languages (a regular expression that is one), and
-what the served model can do: talker takes no images, knows no text of no characters, and at most 512 tokens. Requests
+what the served model can do: talker takes no images, knows no text of no characters, and at most 2,048 tokens. Requests
 that break the schema itself (the negative ones) are left as they are.
 """
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import schemathesis
 
-LONGEST_TEXT = 12
-A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}}
-AN_OBJECT = {"type": "object"}  # shorter, where no answer is read by it
+LONGEST_TEXT = 20
+A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, "required": ["wood"]}
 
 
 @schemathesis.hook
@@ -173,7 +172,7 @@ def _short(value: Any, name: str | None = None) -> Any:
         if value.get("type") in ("tool_reference", "tool_removal"):  # to tools that are there
             return {"type": "text", "text": "oak"}
         if value.get("type") == "tool_addition":
-            definition = {"name": "plane", "input_schema": AN_OBJECT}
+            definition = {"name": "plane", "input_schema": A_SCHEMA}
             return {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}}
         if value.get("type") == "tool_use":
             value = value | {"input": {"wood": "oak"}}

@@ -15,10 +15,17 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.openai.kept import KeptResponses
 from intarsia.deploy.openai.stored import ResponseStore, StoreSettings
 from intarsia.deploy.settings.limits import Limits
+from intarsia.tests import models
 from intarsia.tests.conftest import Loop
 from intarsia.tests.deploy.openai.conftest import Api
 
 TIMEOUT_S = 900
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has room for any prompt that is drawn: a schema cannot say how many tokens a text has."""
+    return models.make_talker(tmp_path_factory.mktemp("talker"), length_tokens=2048)
 
 
 @pytest.fixture
