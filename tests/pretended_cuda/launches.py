@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
@@ -16,9 +17,9 @@ from .ledger import Kind
 from .places import place
 from .tensors import DeviceTensor, on_host
 
-OF_ONE_DTYPE = {"q_ptr", "key_ptr", "value_ptr", "pages_ptr", "out_ptr"}
-"""Arguments of attention's kernels that are multiplied with each other, or lie in the same pages. Sinks are none of
-them: DeepSeek-V4 has them in float32, and kernels take them so in any case."""
+OF_ONE_DTYPE = {"q_ptr", "key_ptr", "value_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}
+"""Arguments of attention's kernels that are multiplied with each other, or lie in the same pages. Sinks may be in
+float32 as well, as DeepSeek-V4 has them."""
 
 _one_at_a_time = threading.Lock()  # the interpreter keeps the place of a program in a global variable
 
@@ -62,6 +63,8 @@ def _judge(kernel: Any, named: dict[str, Any], at: str) -> None:
             raise MixedDevices(f"{name} of the launch of '{kernel.__name__}' at {at} is of another rank")
     if kernel.fn.__module__.endswith("paged_attention.triton_kernels"):
         kinds = {name: value.dtype for name, value in named.items() if name in OF_ONE_DTYPE}
+        if kinds.get("sinks_ptr") == torch.float32:
+            del kinds["sinks_ptr"]
         if len(set(kinds.values())) > 1:
             found = ", ".join(f"{name} {dtype}" for name, dtype in kinds.items())
             raise MixedDtypes(f"the launch of '{kernel.__name__}' at {at} mixes kinds of numbers: {found}")
