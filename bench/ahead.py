@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from intarsia.kernels.mixers import triton as mixers
-from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
+from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, shape_for
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.products import unpacking
 from intarsia.kernels.products.codes import CodeKind, Codes
@@ -42,7 +42,7 @@ from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, Sight
 from intarsia.kernels.token_choice import triton as choice
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
-from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
+from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two, precision_of
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a program may use at most, by compute capability."""

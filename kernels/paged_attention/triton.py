@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..tensors import dense_heads, starts_of
 from ..toolchain import triton as gpu
-from ..toolchain.triton import LEAST_DOT, power_of_two
+from ..toolchain.triton import LEAST_DOT, power_of_two, precision_of
 from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload
@@ -319,8 +319,3 @@ def _rule(batch: GroupBatch) -> tuple[int, int]:
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """Of matrix products of float32: three of short numbers, almost exact; the other kinds know one way only."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -31,10 +31,10 @@ __all__ = [
 
 def choose(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
     """Positions [N,most] of the chosen tokens, in order; zeros behind those of a query that sees fewer than `most`."""
-    if keys_PBE.device.type == "cpu":
-        kind = cpu if cpu.is_available() else plain_torch
+    if has_frames(keys_PBE.device):
+        kind = triton
     else:
-        kind = triton if triton.is_available() else plain_torch
+        kind = cpu if keys_PBE.device.type == "cpu" and cpu.is_available() else plain_torch
     return kind.choose(asked, keys_PBE, batch, most)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..toolchain import triton as gpu
-from ..toolchain.triton import LEAST_DOT, power_of_two
+from ..toolchain.triton import LEAST_DOT, power_of_two, precision_of
 from .protocol import Asked, BlockRule, ChoiceBatch, Sight
 
 MOST_SCORE_BYTES = 128 << 20
@@ -116,7 +116,7 @@ def scoring(asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, scores_NL: Tenso
         ),
         {
             **_sizes(heads, size), **_pages(batch), "KEYS": together, "MOST": most,
-            "PRECISION": _precision(asked.q_NIE),
+            "PRECISION": precision_of(asked.q_NIE.dtype),
         },
         SCORING_WARPS[keys_PBE.itemsize],
     )  # fmt: skip
@@ -137,7 +137,7 @@ def scoring_blocks(q_NIE: Tensor, keys_PBE: Tensor, batch: ChoiceBatch, scores_N
         ),
         {
             **_sizes(heads, size), **_pages(batch), "BLOCKS": together, "BLOCK": rule.size, "MOST": rule.most,
-            "PRECISION": _precision(q_NIE),
+            "PRECISION": precision_of(q_NIE.dtype),
         },
         SCORING_WARPS[keys_PBE.itemsize],
     )  # fmt: skip
@@ -227,10 +227,6 @@ def _sizes(heads: int, size: int) -> dict[str, int]:
 
 def _pages(batch: ChoiceBatch) -> dict[str, int]:
     return {"PAGE": batch.block_tokens, "ENTRY": batch.entry_tokens, "HAS_STARTS": batch.starts_R is not None}
-
-
-def _precision(q_NIE: Tensor) -> str:
-    return "tf32x3" if q_NIE.dtype == torch.float32 else "tf32"
 
 
 def _tables(batch: ChoiceBatch) -> tuple[Tensor, Tensor]:

@@ -50,3 +50,8 @@ def power_of_two(number: int) -> int:
 def row_warps(block: int) -> int:
     """Of a program that holds a whole row: 16 numbers for each thread, so that many loads are in flight."""
     return min(max(block // 512, 1), 16)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Of matrix products of float32: three of short numbers, almost exact; the other kinds know one way only."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -33,7 +33,7 @@ from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .entries import EntryAttention, Make
-from .gathering import Queries, places_of, queries_of_parts
+from .gathering import Queries, gathered_batch, places_of, queries_of_parts
 from .gathering_frames import FramedPart
 
 
@@ -214,6 +214,14 @@ class ChoosingAttention(EntryAttention):
             out_THV[part.tokens] = found.view(len(q_NJHD), -1, out_THV.shape[2])
         return out_THV
 
+    def entries_seen(self, layer: int, part: "Part | FramedPart") -> ChoiceBatch:
+        """Among which the queries of a part choose pools."""
+        if self._frame is not None and isinstance(part, FramedPart):
+            return self.entries_in(self._frame, layer, part.tokens)
+        assert isinstance(part, Part), "a frame's parts are those of recorded steps"
+        seen_N = (part.positions + 1) // self._lies[layer].tokens
+        return self.choice_among(layer, self.entry_table(layer, part.rows, int(seen_N.max())), seen_N)
+
     def _attend_to(
         self, entries: Tensor, q_NHD: Tensor, params: LayerParams, meta: GroupMeta, value_dim: int
     ) -> Tensor:
@@ -252,9 +260,6 @@ class ChoosingAttention(EntryAttention):
         rows, tokens, positions = queries
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
-        chosen = kind.counts(positions)
-        own_pages = np.arange(len(chosen), dtype=np.int32).reshape(-1, 1)
-        gathered = GroupBatch(own_pages, np.ones_like(chosen), chosen, kind.most)
         return Part(
             tokens=places_of(tokens, self._device),
             rows=rows,
@@ -265,7 +270,7 @@ class ChoosingAttention(EntryAttention):
                 longest,
                 batch.block_tokens,
             ),
-            gathered=self.backend.prepare(gathered, self._device),
+            gathered=self.backend.prepare(gathered_batch(kind.counts(positions), kind.most), self._device),
         )
 
 

@@ -14,7 +14,7 @@ Suffixes beyond those of attention: N queries of a part, or entries    S tokens 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ from ...kernels.token_choice import Asked, ChoiceBatch, Sight, gather_sight
 from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
 from .entries import Entries, EntryAttention, Make, ragged, weighed
-from .gathering import Queries, places_of, queries_of_parts
-from .gathering_frames import GatheringFrame
+from .gathering import Queries, gathered_batch, places_of, queries_of_parts
+from .gathering_frames import FramedPart, GatheringFrame
 from .head_products import HeadProduct, head_product
 
 WIDTH = 16
@@ -98,26 +98,29 @@ class CompressingAttention(EntryAttention):
         kind = Kind(self._places[layer], self._lies[layer], None if index is None else index.most)
         self._backend.write(self._views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
         self.give(layer, given_TC, make)
-        if self._frame is not None:
-            return self._attend_in_frame(self._frame, layer, kind, q_THD, index, params)
+        frame, out_THD = self._frame, torch.empty_like(q_THD)
+        gathered = self._gathered(layer, kind, index) if frame is None else self._in_frame(frame, layer, kind, index)
+        for part, pages in gathered:
+            q_NHD = q_THD[part.tokens].contiguous()
+            out_NHD = torch.empty_like(q_NHD)
+            self._backend.attend(q_NHD, pages, params, part.gathered, out_NHD)
+            out_THD[part.tokens] = out_NHD
+        return out_THD
+
+    def _gathered(self, layer: int, kind: Kind, index: Index | None) -> Iterator[tuple[_Part, Tensor]]:
+        """Each part of a step, and a page for each of its queries: [N,width,1,D]."""
         if kind not in self._parts:
             window = self._batches[kind.window]
             widths = (window.window_tokens or 0) + kind.attended(window.kv_lens.astype(np.int64) // kind.entries.tokens)
             parts = queries_of_parts(window, np.ones(len(widths), dtype=bool), widths)
             self._parts[kind] = [self._part(layer, kind, queries) for queries in parts]
-        out_THD = torch.empty_like(q_THD)
         for part in self._parts[kind]:
-            q_NHD, entry_L = q_THD[part.tokens].contiguous(), self._attended(layer, part, index)
-            out_NHD = torch.empty_like(q_NHD)
-            pages = self._gathered(layer, part, entry_L)
-            self._backend.attend(q_NHD, pages, params, part.gathered, out_NHD)
-            out_THD[part.tokens] = out_NHD
-        return out_THD
+            yield part, self._pages_of(layer, part, self._attended(layer, part, index))
 
-    def _attend_in_frame(
-        self, frame: GatheringFrame, layer: int, kind: Kind, q_THD: Tensor, index: Index | None, params: LayerParams
-    ) -> Tensor:
-        """Of a recorded step: what a query attends to is laid out where its tables are."""
+    def _in_frame(
+        self, frame: GatheringFrame, layer: int, kind: Kind, index: Index | None
+    ) -> Iterator[tuple[FramedPart, Tensor]]:
+        """The same of a recorded step: what a query attends to is laid out where its tables are."""
         rows, window_tokens = frame.rows_of(kind.window), frame.batches[kind.window].window_tokens
         assert window_tokens is not None, "these layers have windows"
         most = rows.longest // kind.entries.tokens if kind.most is None else kind.most
@@ -128,17 +131,12 @@ class CompressingAttention(EntryAttention):
             in_window = np.minimum(positions + 1, window_tokens)
             return (in_window + kind.attended((positions + 1) // kind.entries.tokens)).astype(np.int32)
 
-        out_THD = torch.empty_like(q_THD)
         for part in frame.parts(kind, kind.window, sight.width, lengths):
-            q_NHD, of_entries, chosen_NK = q_THD[part.tokens].contiguous(), self.entries_seen(layer, part), None
+            of_entries, chosen_NK = self.entries_in(frame, layer, part.tokens), None
             if index is not None:
                 asked, keys_PBE = Asked(*(each[part.tokens] for each in index.asked)), self._index_keys(layer)
                 chosen_NK = self.choose_entries(layer, asked, keys_PBE, of_entries, index.most)
-            pages_NLC = gather_sight(window, entries, part.batch, of_entries, chosen_NK, sight)
-            out_NHD = torch.empty_like(q_NHD)
-            self.backend.attend(q_NHD, pages_NLC.unsqueeze(2), params, part.gathered, out_NHD)
-            out_THD[part.tokens] = out_NHD
-        return out_THD
+            yield part, gather_sight(window, entries, part.batch, of_entries, chosen_NK, sight).unsqueeze(2)
 
     def _index_keys(self, layer: int) -> Tensor:
         """Of entries, in their pages."""
@@ -152,7 +150,7 @@ class CompressingAttention(EntryAttention):
         keys_PBE = self._index_keys(layer)
         return self.choose_entries(layer, asked, keys_PBE, part.choice, index.most).view(-1)[part.entry_L]
 
-    def _gathered(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:
+    def _pages_of(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:
         """A page for each query: [N,width,1,D]."""
         window, entries = self._views[layer], self.entries(layer)
         pages = window.new_zeros(len(part.gathered.token_page) * part.width, 1, window.shape[3])
@@ -180,7 +178,6 @@ class CompressingAttention(EntryAttention):
             in_choices = of_entry * kind.most + in_entries
         else:
             in_choices = in_entries
-        own_pages = np.arange(len(tokens), dtype=np.int32).reshape(-1, 1)
         return _Part(
             tokens=places_of(tokens, device),
             width=width,
@@ -192,7 +189,7 @@ class CompressingAttention(EntryAttention):
             entry_L=upload(in_choices, device),
             entry_to_L=upload(of_entry * width + window_N[of_entry] + in_entries, device),
             choice=choice,
-            gathered=self.backend.prepare(GroupBatch(own_pages, np.ones_like(lengths), lengths, width), device),
+            gathered=self.backend.prepare(gathered_batch(lengths, width), device),
         )
 
 

@@ -9,7 +9,7 @@ Suffixes: N entries    S tokens that an entry is made of    C numbers that a tok
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,23 +23,11 @@ from ...kvcache.spec import LayerSpec
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .attention import PagedAttention, step_masks
-from .gathering_frames import FramedPart, GatheringFrame
+from .gathering_frames import GatheringFrame
 
 Make = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
 """(what tokens gave [N,S,C], whether there are tokens before its own [N], first positions [N]) -> entries [N,D], and
 their index keys [N,E] if there are such."""
-
-
-class Seeing(Protocol):
-    """Queries of a step that choose together."""
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Of the step: one for each query, or one for all."""
-        ...
-
-    @property
-    def positions(self) -> np.ndarray: ...
 
 
 class Entries(NamedTuple):
@@ -158,18 +146,12 @@ class EntryAttention(PagedAttention):
             return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, size // entries.tokens)
         return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, 0)
 
-    def entries_seen(self, layer: int, part: "Seeing | FramedPart") -> ChoiceBatch:
-        """Among which the queries of a part choose. One that sees none is given the first, and told to see none."""
+    def entries_in(self, frame: GatheringFrame, layer: int, rows: slice) -> ChoiceBatch:
+        """Among which rows of a recorded step choose. One that sees none is given the first, and told to see none."""
         tokens = self._lies[layer].tokens
-        if self._frame is None:
-            assert not isinstance(part, FramedPart), "frames' parts are asked for in recorded steps alone"
-            seen_N = (part.positions + 1) // tokens
-            return self.choice_among(layer, self.entry_table(layer, part.rows, int(seen_N.max())), seen_N)
-        assert isinstance(part, FramedPart), "of a recorded step"
-        rows = self._frame.rows_of(self._lies[layer].place).of(part.tokens)
-        newest_N = ((rows.positions_N + 1) // tokens - 1).clamp_(min=0)
-        longest = max(1, rows.longest // tokens)
-        return replace(rows, positions_N=newest_N, longest=longest, entry_tokens=tokens)
+        some = frame.rows_of(self._lies[layer].place).of(rows)
+        newest_N = ((some.positions_N + 1) // tokens - 1).clamp_(min=0)
+        return replace(some, positions_N=newest_N, longest=max(1, some.longest // tokens), entry_tokens=tokens)
 
     def choose_entries(self, layer: int, asked: Asked, keys_PBE: Tensor, batch: ChoiceBatch, most: int) -> Tensor:
         """[N,most]: numbers of entries, in order; zeros behind those of a query that sees fewer.

@@ -46,3 +46,9 @@ def places_of(tokens: np.ndarray, device: torch.device) -> Tensor | slice:
     """Of packed tokens, to read and write them by: a run needs no list."""
     run = slice(int(tokens[0]), int(tokens[-1]) + 1)
     return run if run.stop - run.start == len(tokens) else upload(tokens, device)
+
+
+def gathered_batch(lengths: np.ndarray, width: int) -> GroupBatch:
+    """Of single queries, each over a page of its own, which holds so many tokens, `width` at most. lengths: int32"""
+    own_pages = np.arange(len(lengths), dtype=np.int32).reshape(-1, 1)
+    return GroupBatch(own_pages, np.ones_like(lengths), lengths, width)

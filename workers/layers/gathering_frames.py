@@ -13,7 +13,7 @@ import torch
 from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta
 from ...kernels.token_choice import ChoiceBatch
 from ...kernels.transfer import Transfer
-from .gathering import GATHERED_TOKENS
+from .gathering import GATHERED_TOKENS, gathered_batch
 
 Lengths = Callable[[np.ndarray], np.ndarray]
 """Positions of queries -> how many tokens each of what they gather has, int32."""
@@ -54,9 +54,7 @@ class FramedPart:
         return self._backend.refill(self.gathered, self._attended(positions), transfer)
 
     def _attended(self, positions: np.ndarray) -> GroupBatch:
-        lengths = self._lengths(positions.astype(np.int64))
-        own_pages = np.arange(len(lengths), dtype=np.int32).reshape(-1, 1)
-        return GroupBatch(own_pages, np.ones_like(lengths), lengths, self.width)
+        return gathered_batch(self._lengths(positions.astype(np.int64)), self.width)
 
 
 class GatheringFrame:
