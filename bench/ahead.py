@@ -40,7 +40,7 @@ from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.streams import triton as streams
 from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, Sight
 from intarsia.kernels.token_choice import triton as choice
-from intarsia.kernels.tokenwise import Activation, Rotary
+from intarsia.kernels.tokenwise import Activation, Gating, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two, precision_of
 
@@ -160,6 +160,13 @@ ROWS = [  # name, numbers of a row, of a gated half
     ("llama 405b", 16384, 53248),
 ]
 
+CUT_GATES = [  # name, numbers of a gated half, what is done
+    ("gpt-oss", 2880, Gating(Activation.SILU, 7.0, by_turns=True, steepness=1.702, added=1.0)),
+    ("minimax-m3", 3072, Gating(Activation.SILU, 7.0, steepness=1.702, added=1.0)),
+    ("deepseek-v4", 2048, Gating(Activation.SILU, 10.0)),
+    ("step 3.7", 1280, Gating(Activation.SILU, 7.0, is_cut_after=True)),
+]
+
 HEADS = [  # name, heads, kv heads, head size, rotated numbers, angles, how, whose norms, whether keys go into pages
     ("gemma3 270m", 4, 1, 256, 256, 256, Rotary.HALVES, "heads", True),
     ("gemma3 27b", 32, 16, 128, 128, 128, Rotary.HALVES, "heads", True),
@@ -187,18 +194,19 @@ def _tokenwise(dtype: str) -> Iterator[Variant]:
             f"gate {dtype} {name}",
             kernels.gate,
             _types(kernels.gate, set(), dtype, None),
-            {"WIDTH": half, "ACTIVATION": int(Activation.GELU_TANH), "BLOCK": tokenwise.BLOCK},
+            {"WIDTH": half, "BLOCK": tokenwise.BLOCK, **tokenwise.constants_of(Gating(Activation.GELU_TANH))},
             tokenwise.WARPS,
             3,
         )
-    yield Variant(
-        f"clamped gate {dtype} gpt-oss",
-        kernels.clamped_gate,
-        _types(kernels.clamped_gate, set(), dtype, None),
-        {"WIDTH": 2880, "BLOCK": tokenwise.BLOCK},
-        tokenwise.WARPS,
-        3,
-    )
+    for name, width, gating in CUT_GATES:
+        yield Variant(
+            f"gate {dtype} {name}",
+            kernels.gate,
+            _types(kernels.gate, set(), dtype, None),
+            {"WIDTH": width, "BLOCK": tokenwise.BLOCK, **tokenwise.constants_of(gating)},
+            tokenwise.WARPS,
+            3,
+        )
     for activation in Activation:
         yield Variant(
             f"activation {dtype} {activation.name}",

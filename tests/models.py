@@ -98,8 +98,8 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 @torch.inference_mode()
 def is_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], tie: float = 1e-3) -> bool:
-    """Is each token of `output` the most probable one after those before it? For prompts nobody chose by their margins:
-    tokens whose logits differ by less than `tie` may trade places."""
+    """Is each token of `output` the most probable one after those before it? For prompts that were not chosen by their
+    margins: tokens whose logits differ by less than `tie` may trade places."""
     if not output:
         return True
     logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]

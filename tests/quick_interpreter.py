@@ -2,7 +2,8 @@
 
 An operation of a program costs some 50 us there, of which the numbers take 5. The rest makes types, their names, and
 the shapes of tensors, and looks through Triton's whole language before each launch. Here that is kept. What is computed
-and what is refused stays as it is.
+and what is refused stays as it is, with one exception. bfloat16 is as on a GPU: numbers are rounded to it, not cut off,
+and tiles of it are multiplied as the numbers that they are, not as whole ones.
 """
 
 import inspect
@@ -101,6 +102,28 @@ def _broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
     return _make_broadcast(self, left, right)
 
 
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+_cast = interpreter.InterpreterBuilder.cast_impl
+_multiply_tiles = interpreter.InterpreterBuilder.create_dot
+
+
+def _rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        return _cast(self, src, dst_type)
+    # To the nearest; of two that are as near, to the even one. What is no number stays none.
+    bits = src.data.view(np.uint32)
+    nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    narrow = np.where(np.isnan(src.data), bits >> 16 | 0x40, nearest).astype(np.uint16)
+    return interpreter.TensorHandle(narrow, tl.bfloat16)
+
+
+def _multiply_numbers(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    a, b = (_cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
+    return _multiply_tiles(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +179,8 @@ def _interpreted(member: Any) -> Any:
 
 def install() -> None:
     """For this process. Before a program of Triton is run."""
+    interpreter.InterpreterBuilder.cast_impl = _rounding_cast
+    interpreter.InterpreterBuilder.create_dot = _multiply_numbers
     if not triton.__version__.startswith(KNOWN_VERSION):
         return
     tl.block_type.__init__ = _init_block_type

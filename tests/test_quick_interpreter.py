@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quick: it computes and refuses what it did before."""
+"""Triton's interpreter, made quick: it computes and refuses what it did before, and rounds as a GPU does."""
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 
@@ -28,6 +28,16 @@ if gpu.missing() is None:
         numbers = tl.load(x_ptr + places)
         tl.store(out_ptr + places, _add(numbers, step))
 
+    @triton.jit
+    def _narrow(x_ptr, out_ptr, SIZE: tl.constexpr):
+        places = tl.arange(0, SIZE)
+        tl.store(out_ptr + places, tl.load(x_ptr + places).to(tl.bfloat16))
+
+    @triton.jit
+    def _multiply(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr):
+        places = SIZE * tl.arange(0, SIZE)[:, None] + tl.arange(0, SIZE)
+        tl.store(out_ptr + places, tl.dot(tl.load(x_ptr + places), tl.load(y_ptr + places)))
+
 
 @pytest.fixture(autouse=True)
 def quick() -> None:
@@ -40,6 +50,24 @@ def test_sums_are_those_of_torch(dtype: torch.dtype):
     out = torch.empty_like(x)
     _sums[(1,)](x, out, 3, SIZE=8)
     assert torch.equal(out, x + 3)
+
+
+def test_numbers_become_those_of_bfloat16_that_torch_makes_of_them():
+    torch.manual_seed(seed := torch.seed() % 2**32)
+    print("seed:", seed)
+    x = torch.randint(-(2**31), 2**31, (4096,)).int().view(torch.float32)
+    x[:8] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, 1e-40, 1 + 2**-8])
+    out = torch.empty(4096, dtype=torch.bfloat16)
+    _narrow[(1,)](x, out, SIZE=4096)
+    assert torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out[~x.isnan()], x[~x.isnan()].bfloat16())
+
+
+def test_tiles_of_bfloat16_are_multiplied_as_numbers():
+    x, y = (torch.randn(16, 16).bfloat16() for _ in range(2))
+    out = torch.empty(16, 16)
+    _multiply[(1,)](x, y, out, SIZE=16)
+    torch.testing.assert_close(out, x.float() @ y.float())
 
 
 def test_a_sum_that_leaves_its_32_bits_is_refused_where_mistakes_are_looked_for(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from intarsia.kernels.tokenwise import Activation, Norm, Places, Rotary, reference
+from intarsia.kernels.tokenwise import Activation, Gating, Norm, Places, Rotary, reference
 from intarsia.kernels.tokenwise import triton as ours
 
 from .device import Bench, rotating
@@ -51,7 +51,7 @@ class World:
         return torch.cat((total, normed), dim=-1)
 
     def gated(self, operations: Any) -> Tensor:
-        return operations.gate(self.gate_up, Activation[self.layer.gate])
+        return operations.gate(self.gate_up, Gating(Activation[self.layer.gate]))
 
     def rotated(self, operations: Any, qkv: Tensor | None = None, **places: Places) -> Tensor:
         """In place, so a check is given a copy."""

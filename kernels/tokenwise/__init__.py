@@ -6,9 +6,9 @@ this is said in `workers/cpu/fused_table.py`.
 """
 
 from . import cpu, triton
-from .protocol import Activation, Norm, Operations, Places, Rotary
+from .protocol import Activation, Gating, Norm, Operations, Places, Rotary
 
-__all__ = ["Activation", "Norm", "Operations", "Places", "Rotary", "operations_of"]
+__all__ = ["Activation", "Gating", "Norm", "Operations", "Places", "Rotary", "operations_of"]
 
 
 _OPERATIONS: dict[str, Operations] = {"cpu": cpu, "cuda": triton}

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..toolchain import cpp
 from ..toolchain.calls import Call
-from . import reference
-from .protocol import Activation, Norm, Rotary
+from .protocol import Activation, Gating, Norm, Rotary
 
 ANGLES_OF_ANY_DTYPE = False
 
@@ -33,10 +32,18 @@ class _AddNorm(ctypes.Structure):
     ]
 
 
+class _Gating(ctypes.Structure):
+    _fields_ = [
+        *((name, c_float) for name in ("limit", "steepness", "added")),
+        *((name, c_int32) for name in ("is_cut_after", "by_turns", "is_plain")),
+    ]
+
+
 class _Gate(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("gate_up", "out")),
         ("rows", c_int64),
+        ("gating", _Gating),
         *((name, c_int32) for name in ("width", "activation", "kind")),
     ]
 
@@ -120,24 +127,22 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+def gate(gate_up: Tensor, gating: Gating) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    call = gate_call(width, out.dtype, activation)
+    call = gate_call(width, out.dtype, gating)
     call.arguments.gate_up, call.arguments.out = gate_up.data_ptr(), out.data_ptr()
     call.arguments.rows = out.numel() // width
     _run(call)
     return out
 
 
-def gate_call(width: int, dtype: torch.dtype, activation: Activation) -> Call:
+def gate_call(width: int, dtype: torch.dtype, gating: Gating) -> Call:
     """To be set: gate_up, out, rows."""
-    return Call(_library().intarsia_gate, _Gate(None, None, 0, width, activation, cpp.KINDS[dtype]))
-
-
-def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    return reference.clamped_gate(gate_up, alpha, limit)
+    numbers = gating.limit, gating.steepness, gating.added
+    how = _Gating(*numbers, gating.is_cut_after, gating.by_turns, gating.is_plain)
+    return Call(_library().intarsia_gate, _Gate(None, None, 0, how, width, gating.activation, cpp.KINDS[dtype]))
 
 
 # -- queries and keys ------------------------------------------------------------------------------------------------

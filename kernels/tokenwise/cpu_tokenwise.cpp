@@ -15,6 +15,15 @@ namespace {
 
 constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers of which it pays to wake the other threads
 
+// As wide as before, after it was a T.
+template <class T>
+inline Vec rounded(Vec x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    T narrow[LANES];
+    store(x, narrow);
+    return load(narrow);
+}
+
 // out = x / sqrt(mean(x^2) + eps) * scale. rounds_first: x / sqrt(..) becomes a T before it is scaled.
 template <class T>
 void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool rounds_first) {
@@ -22,11 +31,7 @@ void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool
     int d = 0;
     for (; d + LANES <= width; d += LANES) {
         Vec v = load(x + d) * shrink;
-        if (rounds_first && !std::is_same_v<T, float>) {
-            T rounded[LANES];
-            store(v, rounded);
-            v = load(rounded);
-        }
+        if (rounds_first) v = rounded<T>(v);
         store(v * load(scale + d), out + d);
     }
     for (; d < width; d++) {
@@ -118,32 +123,15 @@ void activate_numbers(const T* x, T* out, int64_t count) {
     }
 }
 
-template <Activation A, class T>
-inline void gate_vector(const T* gates, const T* up, T* out) {
-    Vec activated = activate<A>(load(gates));
-    if (!std::is_same_v<T, float>) {  // transformers multiplies what was rounded
-        T rounded[LANES];
-        store(activated, rounded);
-        activated = load(rounded);
-    }
-    store(activated * load(up), out);
-}
-
-template <Activation A, class T>
-void gate_row(const T* gate_up, T* out, int width) {
-    int d = 0;
-    for (; d + LANES <= width; d += LANES) gate_vector<A>(gate_up + d, gate_up + width + d, out + d);
-    if (d == width) return;
-    T gates[LANES] = {}, up[LANES] = {}, last[LANES];
-    std::copy(gate_up + d, gate_up + width, gates);
-    std::copy(gate_up + width + d, gate_up + 2 * width, up);
-    gate_vector<A>(gates, up, last);
-    std::copy(last, last + width - d, out + d);
-}
-
 }  // namespace
 
 extern "C" {
+
+// How gates act on the numbers beside them. Named as in protocol.py.
+struct Gating {
+    float limit, steepness, added;
+    int32_t is_cut_after, by_turns, is_plain;
+};
 
 // A norm: x / sqrt(mean(x^2) + eps) * scale. Without a scale there is none.
 struct Norm {
@@ -165,9 +153,10 @@ struct AddNorm {
 };
 
 struct Gate {
-    const void* gate_up;  // [rows, 2 * width], gates first, dense
+    const void* gate_up;  // [rows, 2 * width], dense
     void* out;            // [rows, width], dense
     int64_t rows;
+    Gating gating;
     int32_t width, activation, kind;
 };
 
@@ -208,14 +197,62 @@ void add_norm(const AddNorm& a) {
     }
 }
 
+// A number that is none stays none.
+inline Vec at_most(Vec x, float limit) { return x > limit ? Vec{} + limit : x; }
+
+// Each step is rounded to a T, as transformers does it. PLAIN: nothing is cut, steep or added.
+template <Activation A, bool PLAIN, class T>
+inline void gate_vector(const T* gates, const T* others, T* out, const Gating& how) {
+    Vec activated = load(gates), other = load(others);
+    if constexpr (PLAIN) {
+        activated = activate<A>(activated);
+    } else {
+        if (!how.is_cut_after) activated = at_most(activated, how.limit);
+        if (how.steepness == 1.0f)
+            activated = activate<A>(activated);
+        else
+            activated *= rounded<T>(activate<SIGMOID>(rounded<T>(how.steepness * activated)));
+        other = rounded<T>(-at_most(-at_most(other, how.limit), how.limit) + how.added);
+    }
+    activated = rounded<T>(activated);
+    if (!PLAIN && how.is_cut_after) activated = at_most(activated, how.limit);
+    store(activated * other, out);
+}
+
+template <Activation A, bool PLAIN, class T>
+void gate_row(const T* gate_up, T* out, int width, const Gating& how) {
+    int d = 0;
+    if (!how.by_turns)
+        for (; d + LANES <= width; d += LANES)
+            gate_vector<A, PLAIN>(gate_up + d, gate_up + width + d, out + d, how);
+    // What is left, and what does not lie side by side, is brought together first.
+    for (; d < width; d += LANES) {
+        T gates[LANES] = {}, others[LANES] = {}, results[LANES];
+        const int count = std::min(LANES, width - d);
+        for (int i = 0; i < count; i++) {
+            gates[i] = how.by_turns ? gate_up[2 * (d + i)] : gate_up[d + i];
+            others[i] = how.by_turns ? gate_up[2 * (d + i) + 1] : gate_up[width + d + i];
+        }
+        gate_vector<A, PLAIN>(gates, others, results, how);
+        std::copy(results, results + count, out + d);
+    }
+}
+
 template <class T>
 void gate(const Gate& g) {
-    const T* from = static_cast<const T*>(g.gate_up);
-    T* to = static_cast<T*>(g.out);
-    with_activation(g.activation, [&](auto constant) {
+    const auto all_rows = [&](auto row_of) {
+        const T* from = static_cast<const T*>(g.gate_up);
+        T* to = static_cast<T*>(g.out);
 #pragma omp parallel for schedule(static) if (g.rows * g.width >= WORTH_SHARING / 4)
         for (int64_t row = 0; row < g.rows; row++)
-            gate_row<decltype(constant)::value>(from + row * 2 * g.width, to + row * g.width, g.width);
+            row_of(from + row * 2 * g.width, to + row * g.width, g.width, g.gating);
+    };
+    with_activation(g.activation, [&](auto constant) {
+        constexpr Activation A = decltype(constant)::value;
+        if (g.gating.is_plain)
+            all_rows(gate_row<A, true, T>);
+        else
+            all_rows(gate_row<A, false, T>);
     });
 }
 

@@ -4,6 +4,7 @@ Suffixes: T tokens    C channels    H query heads    K key heads    D numbers of
 """
 
 import enum
+import math
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -34,6 +35,25 @@ class Activation(enum.IntEnum):
     SIGMOID = 3
 
 
+class Gating(NamedTuple):
+    """What becomes of gates and the numbers beside them: activation(gate) * (other + added).
+
+    With a limit no gate is above it, and no other number further from zero (GPT-OSS, arXiv 2508.10925).
+    """
+
+    activation: Activation
+    limit: float = math.inf
+    is_cut_after: bool = False  # gates are cut behind their activation, not before it
+    by_turns: bool = False  # a gate and its other number side by side, not all gates first
+    steepness: float = 1.0  # of SiLU: gate * sigmoid(steepness * gate)
+    added: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is cut, added or interleaved."""
+        return self == Gating(self.activation)
+
+
 class Places(NamedTuple):
     """Where new keys and values go: see `kernels/paged_attention/protocol.py`."""
 
@@ -62,9 +82,7 @@ class Operations(Protocol):
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
-
-    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+    def gate(self, gate_up: Tensor, gating: Gating) -> Tensor: ...
 
     def prepare_heads(
         self,

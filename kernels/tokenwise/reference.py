@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .protocol import Activation, Norm, Rotary
+from .protocol import Activation, Gating, Norm, Rotary
 
 _ACTIVATE = {
     Activation.SILU: F.silu,
@@ -37,17 +37,21 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return _ACTIVATE[activation](x.float()).to(x.dtype)
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up: [.., 2C], gates first. Returns [.., C]: activated gates times the rest."""
-    gates, up = gate_up.float().chunk(2, dim=-1)
-    return (_ACTIVATE[activation](gates).to(gate_up.dtype) * up).to(gate_up.dtype)
-
-
-def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """gate_up: [.., 2C], gates and the rest by turns. Returns [.., C]: gate * sigmoid(alpha * gate) * (rest + 1), of
-    numbers that are cut off at the limit (GPT-OSS, arXiv 2508.10925)."""
-    gates, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return gates * torch.sigmoid(gates * alpha) * (up + 1)
+def gate(gate_up: Tensor, gating: Gating) -> Tensor:
+    """gate_up: [.., 2C], gates and others. Returns [.., C]. Each step is rounded, as transformers does it."""
+    gates, others = (gate_up[..., ::2], gate_up[..., 1::2]) if gating.by_turns else gate_up.chunk(2, dim=-1)
+    others = others.clamp(-gating.limit, gating.limit) + gating.added
+    if not gating.is_cut_after:
+        gates = gates.clamp(max=gating.limit)
+    is_steep = gating.steepness != 1.0
+    gates = (
+        gates * activate(gates * gating.steepness, Activation.SIGMOID)
+        if is_steep
+        else activate(gates, gating.activation)
+    )
+    if gating.is_cut_after:
+        gates = gates.clamp(max=gating.limit)
+    return gates * others
 
 
 def prepare_heads(

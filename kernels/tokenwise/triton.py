@@ -1,6 +1,7 @@
 """Token-wise operations on a GPU by our own kernels, one launch each. Arguments and results as in `reference.py`."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import power_of_two, row_warps
-from .protocol import Activation, Norm, Places, Rotary
+from .protocol import Activation, Gating, Norm, Places, Rotary
 
 ANGLES_OF_ANY_DTYPE = True
 
@@ -85,24 +86,26 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+def gate(gate_up: Tensor, gating: Gating) -> Tensor:
     rows, width = _rows(gate_up), gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
     if len(rows):
         _kernels().gate[len(rows), -(-width // BLOCK)](
-            rows, out, rows.stride(0), WIDTH=width, ACTIVATION=int(activation), BLOCK=BLOCK, num_warps=WARPS
-        )
+            rows, out, rows.stride(0), gating.limit, gating.steepness, gating.added,
+            WIDTH=width, BLOCK=BLOCK, **constants_of(gating), num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 
-def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    rows, width = _rows(gate_up), gate_up.shape[-1] // 2
-    out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    if len(rows):
-        _kernels().clamped_gate[len(rows), -(-width // BLOCK)](
-            rows, out, rows.stride(0), alpha, limit, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS
-        )
-    return out
+def constants_of(gating: Gating) -> dict[str, int | bool]:
+    """What the kernel is compiled for. Named as in `triton_kernels.py`."""
+    return {
+        "ACTIVATION": int(gating.activation),
+        "IS_STEEP": gating.steepness != 1.0,
+        "CUTS": gating.limit < math.inf,
+        "IS_CUT_AFTER": gating.is_cut_after,
+        "BY_TURNS": gating.by_turns,
+    }
 
 
 # -- queries and keys ------------------------------------------------------------------------------------------------

@@ -84,34 +84,45 @@ def activate(x_ptr, out_ptr, x_row_stride, WIDTH: tl.constexpr, ACTIVATION: tl.c
 
 
 @triton.jit
-def gate(
-    gate_up_ptr, out_ptr, gate_up_row_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Grid (rows, blocks of WIDTH): the activated first half of a row times the other half."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = c < WIDTH
-    gates = tl.load(gate_up_ptr + row * gate_up_row_stride + c, mask=live, other=0.0)
-    up = tl.load(gate_up_ptr + row * gate_up_row_stride + WIDTH + c, mask=live, other=0.0)
-    activated = _activated(gates.to(tl.float32), ACTIVATION).to(gates.dtype)  # transformers multiplies what was rounded
-    tl.store(out_ptr + row * WIDTH + c, (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype), mask=live)
+def _at_most(x, limit):
+    """A number that is none stays none."""
+    return tl.where(x > limit, limit, x)
 
 
 @triton.jit
-def clamped_gate(
-    gate_up_ptr, out_ptr, gate_up_row_stride, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def gate(
+    gate_up_ptr, out_ptr, gate_up_row_stride, limit, steepness, added,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, IS_STEEP: tl.constexpr, CUTS: tl.constexpr,
+    IS_CUT_AFTER: tl.constexpr, BY_TURNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, blocks of WIDTH): of gates and others that take turns in a row. Rounded once, at the end."""
-    row = tl.program_id(0).to(tl.int64)
+    """Grid (rows, blocks of WIDTH): of the gates and others of a row, as `protocol.Gating` says."""
+    row_ptr = gate_up_ptr + tl.program_id(0).to(tl.int64) * gate_up_row_stride
     start = tl.program_id(1) * BLOCK
-    n = 2 * start + tl.arange(0, 2 * BLOCK)
-    both = tl.load(gate_up_ptr + row * gate_up_row_stride + n, mask=n < 2 * WIDTH, other=0.0)
-    gates, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
-    gates = tl.minimum(gates, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
     c = start + tl.arange(0, BLOCK)
-    out = gates / (1.0 + tl.exp(-alpha * gates)) * (up + 1.0)
-    tl.store(out_ptr + row * WIDTH + c, out.to(both.dtype), mask=c < WIDTH)
+    if BY_TURNS:
+        n = 2 * start + tl.arange(0, 2 * BLOCK)
+        both = tl.load(row_ptr + n, mask=n < 2 * WIDTH, other=0.0)
+        gates, others = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        gates = tl.load(row_ptr + c, mask=c < WIDTH, other=0.0)
+        others = tl.load(row_ptr + WIDTH + c, mask=c < WIDTH, other=0.0)
+    wide, up = gates.to(tl.float32), others.to(tl.float32)
+    if CUTS:
+        up = -_at_most(-_at_most(up, limit), limit)
+        if not IS_CUT_AFTER:
+            wide = _at_most(wide, limit)
+    # Each step is rounded, as transformers does it.
+    if IS_STEEP:
+        share = tl.sigmoid((steepness * wide).to(gates.dtype).to(tl.float32))
+        wide = wide * share.to(gates.dtype).to(tl.float32)
+    else:
+        wide = _activated(wide, ACTIVATION)
+    wide = wide.to(gates.dtype).to(tl.float32)
+    up = (up + added).to(gates.dtype).to(tl.float32)
+    if CUTS and IS_CUT_AFTER:
+        wide = _at_most(wide, limit)
+    out_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+    tl.store(out_ptr + c, (wide * up).to(gates.dtype), mask=c < WIDTH)
 
 
 # -- queries and keys ------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ BUDGETS: dict[str, Budget] = {
     "glm4_moe": Budget(1, 2, 61, 32),
     "minimax_m2": Budget(1, 2, 38, 34),
     "mimo_v2_flash": Budget(1, 2, 139, 39),
-    "step3p7": Budget(1, 2, 142, 50),
+    "step3p7": Budget(1, 2, 129, 50),
     "lfm3": Budget(1, 2, 108, 47),
     "olmo_hybrid": Budget(1, 2, 51, 34),
     "afmoe": Budget(1, 2, 108, 49),
@@ -114,9 +114,9 @@ BUDGETS: dict[str, Budget] = {
     "deepseek_v32": Budget(1, 2, 184, 44),
     "glm_moe_dsa": Budget(1, 2, 250, 54),
     "mistral_large4": Budget(1, 2, 254, 48),
-    "minimax_m3": Budget(1, 2, 163, 51),
-    "glm5_next": Budget(1, 2, 229, 63),
-    "deepseek_v4": Budget(1, 2, 499, 79),
+    "minimax_m3": Budget(1, 2, 114, 58),
+    "glm5_next": Budget(1, 2, 201, 66),
+    "deepseek_v4": Budget(1, 2, 471, 79),
 }
 
 

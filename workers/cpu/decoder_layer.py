@@ -123,7 +123,7 @@ class FewRows:
         gate_up = self._buffers.take("gate_up", mlp.gate_up.packed.outputs)
         gated = self._buffers.take("gated", mlp.down.packed.inputs)
         yield self._product(mlp.gate_up, self._mlp_input, gate_up)
-        gate = native.gate_call(gated.shape[1], self._buffers.dtype, mlp.activation)
+        gate = native.gate_call(gated.shape[1], self._buffers.dtype, mlp.gating)
         gate.arguments.gate_up, gate.arguments.out = gate_up.data_ptr(), gated.data_ptr()
         yield gate
         yield self._product(mlp.down, gated, self._added)

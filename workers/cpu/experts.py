@@ -25,9 +25,9 @@ from ...kernels.products import (
     TritonWeights,
     grouped_products,
 )
-from ...kernels.tokenwise import Activation, Operations, operations_of
+from ...kernels.tokenwise import Activation, Gating, Operations, operations_of
 from ...kernels.tokenwise import cpu as native
-from .fused_table import ACTIVATIONS
+from .fused_table import ACTIVATIONS, GATED_EXPERTS, GatingKind
 
 IMPLEMENTATION = "intarsia"
 """The name that transformers looks our function up by."""
@@ -56,18 +56,11 @@ class _Ways(NamedTuple):
         return math.inf if self.is_one_order or dtype != torch.bfloat16 else TORCH_FROM_ROWS
 
 
-class Clamped(NamedTuple):
-    """GPT-OSS's gates: see `tokenwise.reference.clamped_gate`."""
-
-    alpha: float
-    limit: float
-
-
 class _Experts(NamedTuple):
     up: Weights
     down: Weights
     ways: _Ways
-    gates: Activation | Clamped | None  # None: the module's own function does it
+    gating: Gating | None  # None: the module's own function does it
     torch_from_rows: float
 
 
@@ -107,7 +100,7 @@ def _take_experts(module: Any, ways: _Ways) -> None:
     kept = vars(module).get("kept", {})
     torch_from_rows = math.inf if kept else ways.torch_from_rows(module.down_proj.dtype)
     up, down = (_packed(module, name, ways, keeps=torch_from_rows < math.inf) for name in names)
-    module.packed = _Experts(up, down, ways, _gates(module), torch_from_rows)
+    module.packed = _Experts(up, down, ways, _gating(module), torch_from_rows)
     if hasattr(module, "config"):
         module.config._experts_implementation = IMPLEMENTATION
 
@@ -120,11 +113,12 @@ def _take_without_switch(module: Any, ways: _Ways) -> None:
         module.forward = partial(_experts_forward, module)
 
 
-def _gates(module: Any) -> Activation | Clamped | None:
-    if type(module).__name__ == "GptOssExperts":
-        return Clamped(module.alpha, module.limit)
-    is_plain = module.has_gate and type(module)._apply_gate is _default_apply_gate
-    return ACTIVATIONS.get(type(module.act_fn).__name__) if is_plain else None
+def _gating(module: Any) -> Gating | None:
+    kind = GATED_EXPERTS.get(type(module).__name__)
+    if kind is None and module.has_gate and type(module)._apply_gate is _default_apply_gate:
+        kind = GatingKind()
+    activation = ACTIVATIONS.get(type(module.act_fn).__name__) if hasattr(module, "act_fn") else Activation.SILU
+    return None if kind is None or activation is None else kind.of(module, activation)
 
 
 def _packed(module: Any, name: str, ways: _Ways, *, keeps: bool) -> Weights:
@@ -159,11 +153,8 @@ def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_
 
 def _gated(module: Any, up: Tensor) -> Tensor:
     packed: _Experts = module.packed
-    tokenwise = packed.ways.tokenwise
-    if isinstance(packed.gates, Clamped):
-        return tokenwise.clamped_gate(up, *packed.gates)
-    if packed.gates is not None:
-        return tokenwise.gate(up, packed.gates)
+    if packed.gating is not None:
+        return packed.ways.tokenwise.gate(up, packed.gating)
     return module._apply_gate(up) if module.has_gate else module.act_fn(up)
 
 
@@ -183,13 +174,13 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
     up, down = (ways.products.weights(experts._parameters.pop(name).detach().mT) for name in names)
     scores_of = ways.products.linear.take_over(router) if ways.is_one_order else partial(nn.Linear.forward, router)
     tokenwise = ways.tokenwise
-    activation = ACTIVATIONS[type(experts.act_fn).__name__]
+    gating = Gating(ACTIVATIONS[type(experts.act_fn).__name__])
 
     def experts_forward(hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
         rows = ways.products.sort_rows(experts_TK, up.groups)
         share_N = torch.empty_like(shares_TK.flatten()).scatter_(0, rows.place_TK.flatten(), shares_TK.flatten())
         gate_up = up.grouped_product(hidden_TD[rows.token] * share_N.unsqueeze(1), rows.first)
-        out = down.grouped_product(tokenwise.gate(gate_up, activation), rows.first)
+        out = down.grouped_product(tokenwise.gate(gate_up, gating), rows.first)
         return ways.products.combine(out, rows.place_TK, torch.ones_like(shares_TK, dtype=torch.float32))
 
     def forward(hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:

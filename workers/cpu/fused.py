@@ -157,7 +157,7 @@ def _take_mlp(operations: Operations, module: nn.Module) -> bool:
         FusedMLP,
         gate_up=merge_linears(products),
         down=getattr(module, kind.down),
-        activation=activation,
+        gating=kind.gating.of(module, activation),
         operations=operations,
     )
     return True

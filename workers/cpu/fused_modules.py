@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...kernels.paged_attention import GroupMeta
 from ...kernels.streams import Mixing
 from ...kernels.streams import Operations as StreamOperations
-from ...kernels.tokenwise import Activation, Norm, Operations, Places, Rotary
+from ...kernels.tokenwise import Activation, Gating, Norm, Operations, Places, Rotary
 from ...kernels.tokenwise import triton as on_gpu
 
 
@@ -32,11 +32,11 @@ class FusedActivation(nn.Module):
 class FusedMLP(nn.Module):
     gate_up: nn.Linear
     down: nn.Linear
-    activation: Activation
+    gating: Gating
     operations: Operations
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.operations.gate(self.gate_up(x), self.activation))
+        return self.down(self.operations.gate(self.gate_up(x), self.gating))
 
 
 class FusedStreams(nn.Module):

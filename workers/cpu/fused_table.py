@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple
 
-from ...kernels.tokenwise import Activation, Rotary
+from ...kernels.tokenwise import Activation, Gating, Rotary
 
 
 class NormKind(NamedTuple):
@@ -62,6 +62,31 @@ ACTIVATIONS: dict[str, Activation] = {
 """Class of an activation -> what it computes. A config names it, so a class of MLPs may have any."""
 
 
+class GatingKind(NamedTuple):
+    """How gates act, by the names of the numbers that say so: see `kernels.tokenwise.Gating`."""
+
+    limit: str | None = None
+    is_cut_after: bool = False
+    by_turns: bool = False
+    steepness: str | None = None
+    added: float = 0.0
+
+    def of(self, module: Any, activation: Activation) -> Gating:
+        limit = inf if self.limit is None else getattr(module, self.limit)
+        steepness = 1.0 if self.steepness is None else getattr(module, self.steepness)
+        return Gating(activation, limit, self.is_cut_after, self.by_turns, steepness, self.added)
+
+
+GATED_EXPERTS: dict[str, GatingKind] = {
+    "DeepseekV4Experts": GatingKind("limit"),
+    "Glm5NextTextExperts": GatingKind("swiglu_limit"),
+    "GptOssExperts": GatingKind("limit", by_turns=True, steepness="alpha", added=1.0),
+    "MiniMaxM3VLExperts": GatingKind("swiglu_limit", steepness="swiglu_alpha", added=1.0),
+    "Step3p7Experts": GatingKind("limit", is_cut_after=True),
+}
+"""Class of experts whose gates are not transformers' usual ones -> what they do. Without an `act_fn` it is SiLU."""
+
+
 class GatedMLP(NamedTuple):
     """down(activation(gate(x)) * up(x)), by the names of its parts."""
 
@@ -70,6 +95,7 @@ class GatedMLP(NamedTuple):
     down: str = "down_proj"
     activation: str | None = "act_fn"  # None: always SiLU
     merged: str | None = None  # gate and up in one product, where they are
+    gating: GatingKind = GatingKind()
     is_plain: Callable[[Any], bool] = lambda module: True  # whether this one does nothing else
 
 
@@ -87,7 +113,12 @@ GATED_MLPS: dict[str, GatedMLP] = {
     ),
     "Gemma3nTextMLP": GatedMLP(is_plain=lambda mlp: mlp.activation_sparsity == 0),  # the others drop small gates
     "Llama4TextMLP": GatedMLP(activation="activation_fn"),
-    "Step3p7MLP": GatedMLP(is_plain=lambda mlp: mlp.limit == inf),  # in some layers what it computes is clamped
+    "DeepseekV4MLP": GatedMLP(gating=GatingKind("limit")),
+    "Glm5NextTextMLP": GatedMLP(gating=GatingKind("swiglu_limit")),
+    "MiniMaxM3VLDenseMLP": GatedMLP(
+        merged="gate_up_proj", activation=None, gating=GatingKind("swiglu_limit", steepness="swiglu_alpha", added=1.0)
+    ),
+    "Step3p7MLP": GatedMLP(gating=GatingKind("limit", is_cut_after=True)),
     "Phi3MLP": GatedMLP(merged="gate_up_proj", activation="activation_fn"),
     **dict.fromkeys(("Lfm2MLP", "Lfm2MoeMLP", "Lfm3MLP"), GatedMLP("w1", "w3", "w2", activation=None)),
 }  # fmt: skip

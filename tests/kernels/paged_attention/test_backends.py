@@ -86,11 +86,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return backend
 
 
-def skip_if_interpreted(backend: Backend, dtype: torch.dtype) -> None:
-    if backend.name == "triton" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter multiplies bfloat16 as integers; bench/gpu_battery.py checks it on a GPU")
-
-
 # Lengths, pages, windows
 
 
@@ -207,7 +202,6 @@ def test_write_changes_only_the_slots_of_the_new_tokens(backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pages_that_held_float32_of_another_owner_do_not_leak_into_the_result(backend, dtype):
-    skip_if_interpreted(backend, dtype)
     world = World(Scene(((1, 3), (1, 30), (1, 18), (4, 21)), window_tokens=12, dtype=dtype))
     stale = torch.randint(0, 256, world.raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     assert not stale.view(dtype).isfinite().all(), "the garbage is too tame to prove anything"
@@ -307,7 +301,6 @@ def test_the_reference_gives_a_row_the_same_bits_in_any_company():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (1.5, True)], ids=["plain", "softcap and sinks"])
 def test_error_is_at_most_twice_that_of_plain_torch(backend, dtype, softcap, sinks):
-    skip_if_interpreted(backend, dtype)
     rows = ((1, 60), (1, 33), (1, 47), (40, 40), (11, 55))
     check(Scene(rows, dtype=dtype, softcap=softcap, sinks=sinks, key_dim=64, value_dim=64, heads=8), backend)
 

@@ -262,8 +262,6 @@ def test_a_step_with_more_rows_than_a_frame_holds_does_not_fit():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_state_kept_in_fewer_bits_is_rounded_and_nothing_else(backend: StateBackend, dtype: torch.dtype):
-    if backend.name == "triton" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter rounds bfloat16 in a way of its own")
     for name, recurrence in RECURRENCES.items():
         constants, inputs = make_inputs(name, 5, seed=11)
         few = [x.to(dtype) if name == "convolution" else x.float() for x in inputs]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from intarsia.kernels.paged_attention import GroupMeta, TorchBackend
-from intarsia.kernels.tokenwise import Activation, Norm, Places, Rotary, cpu, operations_of, reference, triton
+from intarsia.kernels.tokenwise import Activation, Gating, Norm, Places, Rotary, cpu, operations_of, reference, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # which Triton's interpreter says
 
@@ -74,28 +74,35 @@ def test_sums_with_norms_around_them_are_the_reference(
     assert torch.equal(added, kept[1])
 
 
-@pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 30), (1, 7, 128), (0, 8), (200, 1024)])
+GATINGS = [
+    *map(Gating, Activation),
+    Gating(Activation.SILU, 2.0, by_turns=True, steepness=1.702, added=1.0),
+    Gating(Activation.SILU, 2.0, steepness=1.702, added=1.0),
+    Gating(Activation.SILU, 2.0),
+    Gating(Activation.SILU, 2.0, is_cut_after=True),
+    Gating(Activation.GELU_TANH, 1.5, is_cut_after=True, by_turns=True),
+]
+
+
+@pytest.mark.parametrize("gating", GATINGS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 30), (3, 70), (1, 7, 128), (0, 8), (200, 1024), (2, 5, 2100)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_are_the_reference(
-    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], activation: Activation
-):
+def test_gates_are_the_reference(native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], gating: Gating):
     gate_up = (torch.randn(shape) * 3).to(dtype)
-    close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
+    close(native.gate(gate_up, gating), reference.gate(gate_up, gating))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 2), (3, 70), (2, 5, 2100)])
-def test_clamped_gates_are_the_reference(native: ModuleType, shape: tuple[int, ...], dtype: torch.dtype):
-    gate_up = (torch.randn(shape) * 6).to(dtype)
-    found, wanted = native.clamped_gate(gate_up, 1.702, 7.0), reference.clamped_gate(gate_up.float(), 1.702, 7.0)
-    torch.testing.assert_close(found.float(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
-
-
-@pytest.mark.parametrize("activation", Activation)
-def test_gates_far_from_zero_neither_overflow_nor_vanish(native: ModuleType, activation: Activation):
+@pytest.mark.parametrize("gating", GATINGS, ids=str)
+def test_gates_far_from_zero_neither_overflow_nor_vanish(native: ModuleType, gating: Gating):
     gate_up = torch.tensor([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1]])
-    close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
+    close(native.gate(gate_up, gating), reference.gate(gate_up, gating))
+
+
+@pytest.mark.parametrize("gating", GATINGS, ids=str)
+def test_a_gate_or_another_number_that_is_none_is_not_cut_to_one(native: ModuleType, gating: Gating):
+    gate_up = torch.ones(4, 64)
+    gate_up[1, 0] = gate_up[2, 63] = float("nan")
+    assert native.gate(gate_up, gating).isnan().any(dim=1).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +178,7 @@ def test_rows_may_lie_apart(native: ModuleType):
         native.add_norm(x, added, norm, norm), reference.add_norm(x, added, norm, norm), strict=True
     ):
         close(found, expected)
-    close(native.gate(wide[..., :30], Activation.SILU), reference.gate(wide[..., :30], Activation.SILU))
+    close(native.gate(wide[..., :30], GATINGS[0]), reference.gate(wide[..., :30], GATINGS[0]))
     close(native.activate(x, Activation.GELU), reference.activate(x, Activation.GELU))
 
 
@@ -183,7 +190,7 @@ def test_a_row_has_the_same_bits_whatever_lies_beside_it(native: ModuleType, dty
         native.add_norm(x, added, norm, norm), native.add_norm(x[2:3], added[2:3], norm, norm), strict=True
     ):
         assert torch.equal(every[2:3], alone)
-    assert torch.equal(native.gate(x, Activation.SILU)[2:3], native.gate(x[2:3], Activation.SILU))
+    assert torch.equal(native.gate(x, GATINGS[0])[2:3], native.gate(x[2:3], GATINGS[0]))
     angles = torch.rand(4, 16).to(dtype)
     every, alone = x.clone(), x[2:3].clone()
     for tokens, turned in ((every, angles), (alone, angles[2:3])):

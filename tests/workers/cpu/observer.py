@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from intarsia.kernels.streams import cpu as streams
-from intarsia.kernels.tokenwise import Activation, Norm, Rotary
+from intarsia.kernels.tokenwise import Activation, Gating, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
 from intarsia.workers.cpu.fused import PROJECTIONS, mixing_of
 from intarsia.workers.cpu.fused_modules import (
@@ -136,8 +136,20 @@ def mlp_found(name: str, module: Any, seen: Observer) -> Finding | None:
         return None
     *before, down = (getattr(module, part) for part in names)
     both = torch.cat([product(x) for product in before], dim=-1)
-    least = min(error_of(down(native.gate(both, way)), call.value) for way in Activation)
+    least = min(error_of(down(native.gate(both, way)), call.value) for way in gatings_of(module))
     return Finding(name, FusedMLP, least, lambda ours: error_of(ours(x), call.value))
+
+
+def gatings_of(module: Any) -> Iterator[Gating]:
+    """Ways in which its gates may act."""
+    limits, steepness = (
+        {default, *(float(vars(module)[name]) for name in names if name in vars(module))}
+        for default, names in ((math.inf, ("limit", "swiglu_limit")), (1.0, ("alpha", "swiglu_alpha")))
+    )
+    for activation, limit, is_cut_after in itertools.product(Activation, limits, (False, True)):
+        yield Gating(activation, limit, is_cut_after)
+    for limit, steep, added in itertools.product(limits, steepness, (0.0, 1.0)):
+        yield Gating(Activation.SILU, limit, steepness=steep, added=added)
 
 
 def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
