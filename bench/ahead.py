@@ -27,6 +27,8 @@ from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size,
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.products import unpacking
 from intarsia.kernels.products.codes import CodeKind, Codes
+from intarsia.kernels.routing import Routing, Scoring
+from intarsia.kernels.routing import triton as routing
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import (
     BFLOAT16_LAUNCH,
@@ -75,6 +77,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
     for dtype in dtypes:
         yield from _attention(dtype)
         yield from _tokenwise(dtype)
+        yield from _routing(dtype)
     yield from _states()
     yield from _mixers()
     yield from _streams()
@@ -217,6 +220,28 @@ def _tokenwise(dtype: str) -> Iterator[Variant]:
             3,
         )
     yield from _heads(dtype, kernels.prepare_heads)
+
+
+ROUTERS = [  # name, experts, how
+    ("gpt-oss", 128, Routing(4, Scoring.SOFTMAX, is_of_chosen=True)),
+    ("qwen3-next", 512, Routing(10, Scoring.SOFTMAX, least=0.0)),
+    ("deepseek-v3", 256, Routing(8, Scoring.SIGMOID, False, False, 8, 4, 1e-20, 2.5, bias_E=torch.empty(256))),
+    ("deepseek-v4", 384, Routing(6, Scoring.SQRT_SOFTPLUS, rounds=True, least=1e-20, bias_E=torch.empty(384))),
+    ("gemma 4", 128, Routing(8, Scoring.SOFTMAX, least=0.0, scale_E=torch.empty(128))),
+]
+
+
+def _routing(dtype: str) -> Iterator[Variant]:
+    kernel = routing._kernels().route
+    for name, experts, how in ROUTERS:
+        yield Variant(
+            f"routing {dtype} {name}",
+            kernel,
+            _types(kernel, {"logits_ptr", "shares_ptr"}, dtype, {"bias_ptr", "expert_scale_ptr"}, {"experts_ptr"}),
+            routing.constants_of(how, experts),
+            routing.WARPS,
+            3,
+        )
 
 
 def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
@@ -518,6 +543,9 @@ def _sampling(dtype: str) -> Iterator[Variant]:
             yield Variant(f"sampling {kernel.__name__} {dtype} {vocab:,}", kernel, types, constants, warps, 3)
 
 
+FLOATS = "scale", "softcap", "eps", "limit", "steepness", "added", "least"
+
+
 def _types(
     kernel: Any, numbers: Collection[str], dtype: str, float32: Collection[str] | None, int64: Collection[str] = ()
 ) -> dict[str, str]:  # fmt: skip
@@ -528,7 +556,7 @@ def _types(
         if name.isupper() and name not in ("A", "B", "C"):
             types[name] = "constexpr"
         elif not name.endswith("_ptr"):
-            types[name] = "fp32" if name.endswith(("scale", "softcap", "eps", "alpha", "limit")) else "i32"
+            types[name] = "fp32" if name.endswith(FLOATS) else "i32"
         elif name in int64:
             types[name] = "*i64"
         elif float32 is None or name in numbers:

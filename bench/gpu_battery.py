@@ -12,7 +12,7 @@ in processes of its own, every case is a line of JSON as soon as it is known, an
     attention   each backend and torch's own attention: checked, then timed; us, GB/s, TFLOP/s, over the floor
     states      recurrences in place, beside plain torch
     sampling    tokens drawn from logits of 262,144 tokens and fewer
-    tokenwise   norms, rotary positions and gates, alone and in the chain of a layer
+    tokenwise   norms, rotary positions and gates, alone and in the chain of a layer; the choice of experts
     products    with constant weights, of few rows and of many, and whole layers of experts
     packed      products with weights in fewer bits, beside torch's of 16
     pages       copies of pages, and swaps to host memory and back

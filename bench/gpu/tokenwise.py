@@ -1,4 +1,5 @@
-"""What a layer does to each token by itself: norms, rotary positions, gates. Alone, and in the chain of one layer.
+"""What a layer does to each token by itself: norms, rotary positions, gates, alone and in the chain of one layer; and
+what chooses its experts.
 
 Floors are of bytes: all of these read and write, and compute next to nothing. Beside our kernels stand the same
 operations as `reference.py` writes them, in as few of torch's as it takes.
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from intarsia.kernels.routing import Routing, Scoring
+from intarsia.kernels.routing import reference as routing_reference
+from intarsia.kernels.routing import triton as our_routing
 from intarsia.kernels.tokenwise import Activation, Gating, Norm, Places, Rotary, reference
 from intarsia.kernels.tokenwise import triton as ours
 
@@ -24,6 +28,14 @@ TINY_TOKENS = (1, 2, 3)
 BLOCK_TOKENS = 16
 ALLOWED = 3e-2
 """Of the largest number, in bfloat16; the two round at other places."""
+
+
+ROUTERS = {
+    "gpt-oss": (128, Routing(4, Scoring.SOFTMAX, is_of_chosen=True)),
+    "qwen3-next": (512, Routing(10, Scoring.SOFTMAX, least=0.0)),
+    "deepseek-v3": (256, Routing(8, Scoring.SIGMOID, groups=8, most_groups=4, least=1e-20, scale=2.5)),
+}
+"""Name -> experts, and how they are chosen."""
 
 
 class World:
@@ -93,7 +105,36 @@ def cases(name: str, is_rehearsed: bool) -> list[Case]:
             shape = layer.tiny() if is_rehearsed else layer
             title = f"{layer.name}, {told} tokens"
             found.append(Case(title, partial(_measure, shape, tokens), partial(_touch, shape, tokens)))
+    for router, (experts, routing) in ROUTERS.items():
+        for told, tokens in zip(TOKENS, TINY_TOKENS if is_rehearsed else TOKENS, strict=True):
+            routed = partial(_routed, experts, routing, tokens)
+            found.append(Case(f"routing of {router}, {told} tokens", partial(_measure_routing, routed), routed))
     return found
+
+
+def _routed(experts: int, routing: Routing, tokens: int, bench: Bench) -> tuple[Tensor, Routing]:
+    """Logits, and how they are read. Launches the kernel."""
+    bench.seed(f"routing {experts} {tokens}")
+    logits = bench.random(tokens, experts)
+    if routing.scoring is not Scoring.SOFTMAX:
+        routing = routing._replace(bias_E=bench.random(experts))
+    our_routing.route(logits, routing)
+    return logits, routing
+
+
+def _measure_routing(routed: Callable[[Bench], tuple[Tensor, Routing]], bench: Bench) -> Iterator[Row]:
+    yield bench.attempt({"operation": "routing"}, lambda: _timed_routing(*routed(bench), bench))
+
+
+def _timed_routing(logits: Tensor, routing: Routing, bench: Bench) -> Row:
+    found, wanted = (
+        torch.zeros_like(logits).scatter_(1, experts, shares.to(logits.dtype)).double()
+        for shares, experts in (each.route(logits, routing) for each in (our_routing, routing_reference))
+    )
+    off = float((found - wanted).abs().max())
+    row: Row = {"off": f"{off:.1e}"} | ({} if off <= ALLOWED else {WRONG: f"shares are off by {off:.1e}"})
+    timing, plain = (bench.time([partial(each.route, logits, routing)]) for each in (our_routing, routing_reference))
+    return {**row, **timing.row(), "torch_us": plain.us}
 
 
 def _touch(layer: Layer, tokens: int, bench: Bench) -> None:

@@ -22,7 +22,7 @@ def _quick_interpreter() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would have is chosen, and Triton's interpreter runs it; products stay torch's."""
-    from intarsia.kernels import tokenwise
+    from intarsia.kernels import routing, tokenwise
     from intarsia.kernels.paged_attention import TritonBackend
     from intarsia.kernels.sampling import NativeSampling, TritonSampling
     from intarsia.kernels.state import TritonStates
@@ -36,7 +36,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
     monkeypatch.setattr(TritonSampling, "devices", frozenset({"cpu"}))
     monkeypatch.setattr(NativeSampling, "devices", frozenset())
-    monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
+    for operations in (tokenwise, routing):
+        monkeypatch.setitem(operations._OPERATIONS, "cpu", operations.triton)
     monkeypatch.setitem(states.AROUND, "cpu", states.AROUND["cuda"])
     monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
     monkeypatch.setattr(load, "pack_experts", lambda module, _, *others: pack_experts(module, GPU, *others))

@@ -25,6 +25,9 @@ from ...kernels.products import (
     TritonWeights,
     grouped_products,
 )
+from ...kernels.routing import Operations as RoutingOperations
+from ...kernels.routing import Routing, Scoring
+from ...kernels.routing import operations_of as routing_of
 from ...kernels.tokenwise import Activation, Gating, Operations, operations_of
 from ...kernels.tokenwise import cpu as native
 from .fused_table import ACTIVATIONS, GATED_EXPERTS, GatingKind
@@ -49,6 +52,7 @@ class _Ways(NamedTuple):
 
     products: GroupedProducts
     tokenwise: Operations
+    routing: RoutingOperations
     is_one_order: bool  # a row's result depends on that row alone, always
 
     def torch_from_rows(self, dtype: torch.dtype) -> float:
@@ -67,10 +71,10 @@ class _Experts(NamedTuple):
 def pack_experts(model: nn.Module, device: torch.device, same_bits: bool = False) -> None:
     """Take over the experts of all layers that transformers lets others compute, on a CPU with a compiler and on a GPU;
     and where a row's result is to depend on that row alone, the routers. Elsewhere nothing happens."""
-    products, tokenwise = grouped_products(device), operations_of(device.type)
-    if products is None or tokenwise is None:
+    products, tokenwise, routing = grouped_products(device), operations_of(device.type), routing_of(device.type)
+    if products is None or tokenwise is None or routing is None:
         return
-    ways = _Ways(products, tokenwise, is_one_order=device.type == "cpu" or same_bits)
+    ways = _Ways(products, tokenwise, routing, is_one_order=device.type == "cpu" or same_bits)
     for module in list(model.modules()):
         if type(module).__name__ == "Llama4TextMoe":
             _take_llama4(module, ways)
@@ -175,6 +179,7 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
     scores_of = ways.products.linear.take_over(router) if ways.is_one_order else partial(nn.Linear.forward, router)
     tokenwise = ways.tokenwise
     gating = Gating(ACTIVATIONS[type(experts.act_fn).__name__])
+    routing = Routing(module.top_k, Scoring.SIGMOID, is_of_chosen=True)
 
     def experts_forward(hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
         rows = ways.products.sort_rows(experts_TK, up.groups)
@@ -186,8 +191,7 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
     def forward(hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
         logits_TE = scores_of(hidden_TD)
-        best_TK, experts_TK = logits_TE.topk(module.top_k, dim=1)
-        shares_TK = tokenwise.activate(best_TK.float(), Activation.SIGMOID).to(hidden_TD.dtype)
+        shares_TK, experts_TK = ways.routing.route(logits_TE, routing)
         return module.shared_expert(hidden_TD) + experts(hidden_TD, experts_TK, shares_TK), logits_TE
 
     experts.forward = experts_forward  # still called as a module: a hook of it adds up what the ranks have

@@ -1,5 +1,5 @@
 """Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention,
-residual streams; and decoder layers made of them.
+routers, residual streams; and decoder layers made of them.
 
 Families write the same arithmetic in many ways. `fused_table.py` names the classes of modules whose forward pass is one
 that we have in C++ and in Triton; those are taken over here, with their weights. Everything else stays as it is.
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from ...kernels.products import PackedLinear
+from ...kernels.routing import Operations as RoutingOperations
+from ...kernels.routing import operations_of as routing_operations_of
 from ...kernels.streams import Mixing
 from ...kernels.streams import Operations as StreamOperations
 from ...kernels.streams import operations_of as stream_operations_of
@@ -34,12 +36,13 @@ from .fused_modules import (
     FusedLayer,
     FusedMLP,
     FusedNorm,
+    FusedRouter,
     FusedStreams,
     Heads,
     LayerParts,
     WritingAttention,
 )
-from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, STREAMS, StreamsKind
+from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS, STREAMS, StreamsKind
 from .gates import take_gates
 from .linear import merge_linears
 
@@ -63,6 +66,7 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
     takers = {
         "attention": partial(_take_attention, attention, operations),
         "MLP": partial(_take_mlp, operations),
+        "router": partial(_take_router, routing_operations_of(device.type)),
         "streams": partial(_take_streams, stream_operations_of(device.type)),
         "norm": partial(_take_norm, operations),
         "activation": partial(_take_activation, operations),
@@ -160,6 +164,18 @@ def _take_mlp(operations: Operations, module: nn.Module) -> bool:
         gating=kind.gating.of(module, activation),
         operations=operations,
     )
+    return True
+
+
+# -- routers -----------------------------------------------------------------------------------------------------------
+
+
+def _take_router(operations: RoutingOperations | None, module: Any) -> bool:
+    kind = _entry(ROUTERS, module)
+    if kind is None or operations is None or not kind.is_plain(module):
+        return False
+    module.__class__ = FusedRouter
+    module.logits, module.routing, module.routing_operations = kind.logits, kind.of(module), operations
     return True
 
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...kernels.paged_attention import GroupMeta
+from ...kernels.routing import Operations as RoutingOperations
+from ...kernels.routing import Routing
 from ...kernels.streams import Mixing
 from ...kernels.streams import Operations as StreamOperations
 from ...kernels.tokenwise import Activation, Gating, Norm, Operations, Places, Rotary
@@ -37,6 +39,20 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.operations.gate(self.gate_up(x), self.gating))
+
+
+class FusedRouter(nn.Module):
+    """Of its own parts, those that make logits are left."""
+
+    logits: Callable[[Any, Tensor], Tensor]  # of this module and hidden states [T,D]
+    routing: Routing
+    routing_operations: RoutingOperations
+
+    def forward(self, hidden_states: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits, shares and experts."""
+        logits_TE = self.logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
+        routing = self.routing if bias_E is None else self.routing._replace(bias_E=bias_E.float())
+        return logits_TE, *self.routing_operations.route(logits_TE, routing)
 
 
 class FusedStreams(nn.Module):

@@ -7,8 +7,14 @@ not named runs as it is written.
 
 from collections.abc import Callable
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...kernels.routing import Routing, Scoring
 from ...kernels.tokenwise import Activation, Gating, Rotary
 
 
@@ -123,6 +129,96 @@ GATED_MLPS: dict[str, GatedMLP] = {
     **dict.fromkeys(("Lfm2MLP", "Lfm2MoeMLP", "Lfm3MLP"), GatedMLP("w1", "w3", "w2", activation=None)),
 }  # fmt: skip
 """Class of a gated MLP -> its parts."""
+
+
+def _plain_logits(router: Any, hidden: Tensor) -> Tensor:
+    return F.linear(hidden.to(router.weight.dtype), router.weight)
+
+
+def _wide_logits(router: Any, hidden: Tensor) -> Tensor:
+    return F.linear(hidden.float(), router.weight.float())
+
+
+class RouterKind(NamedTuple):
+    """What a router makes of its logits, by the names of the numbers that say so: see `kernels.routing.Routing`. What
+    it is called with beside hidden states is its bias."""
+
+    scoring: Scoring
+    logits: Callable[[Any, Tensor], Tensor] = _plain_logits  # [T,D] -> [T,E]
+    most: str = "top_k"
+    is_of_chosen: bool = False
+    rounds: bool = False
+    groups: tuple[str, str] | None = None  # how many there are, and of how many experts are chosen
+    normalizes: str | bool = True  # whether, or which flag says so
+    least: float = 0.0
+    scale: str | None = None
+    dtype: torch.dtype | None = None
+    bias: str | None = None
+    scale_of_experts: str | None = None
+    is_plain: Callable[[Any], bool] = lambda router: True  # whether this one does nothing else
+
+    def of(self, router: Any) -> Routing:
+        number = lambda name, default: default if name is None else getattr(router, name)  # noqa: E731
+        of_each = lambda name: None if name is None else getattr(router, name).detach().float().contiguous()  # noqa: E731
+        groups, most_groups = (1, 1) if self.groups is None else (getattr(router, name) for name in self.groups)
+        normalizes = self.normalizes if isinstance(self.normalizes, bool) else getattr(router, self.normalizes)
+        return Routing(
+            attrgetter(self.most)(router), self.scoring, self.is_of_chosen, self.rounds, groups, most_groups,
+            self.least if normalizes else None, number(self.scale, 1.0), self.dtype,
+            of_each(self.bias), of_each(self.scale_of_experts),
+        )  # fmt: skip
+
+
+OF_CHOSEN = RouterKind(Scoring.SOFTMAX, is_of_chosen=True, normalizes=False)
+OF_GROUPS = RouterKind(
+    Scoring.SIGMOID, _wide_logits, groups=("num_group", "topk_group"), normalizes="norm_topk_prob", least=1e-20,
+    scale="routed_scaling_factor", dtype=torch.float32, bias="e_score_correction_bias",
+)  # fmt: skip
+WITH_BIAS = RouterKind(Scoring.SIGMOID, dtype=torch.float32, bias="e_score_correction_bias")
+SHARES_OF_ALL = RouterKind(Scoring.SOFTMAX, dtype=torch.float32)
+
+ROUTERS: dict[str, RouterKind] = {
+    **dict.fromkeys(
+        (
+            "BailingHybridTopkRouter", "DeepseekV32TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter",
+            "Glm5NextTextTopkRouter", "GlmMoeDsaTopkRouter", "KimiLinearTopkRouter", "MiMoV2FlashTopkRouter",
+            "NemotronHTopkRouter",
+        ),
+        OF_GROUPS,
+    ),
+    "Mistral4TopkRouter": OF_GROUPS._replace(
+        scoring=Scoring.SOFTMAX, logits=_plain_logits, rounds=True, dtype=None, bias=None
+    ),
+    "MistralLarge4TextTopkRouter": OF_GROUPS._replace(scoring=Scoring.SOFTMAX, normalizes=True, bias=None),
+    **dict.fromkeys(("MiniMaxM3VLTopKRouter", "Step3p7TopKRouter"), WITH_BIAS),
+    "MiniMaxM2TopKRouter": WITH_BIAS._replace(bias=None),
+    "AfmoeTokenChoiceRouter": RouterKind(
+        Scoring.SIGMOID, lambda router, hidden: router.gate(hidden), least=1e-20, scale="route_scale",
+        dtype=torch.float32,
+    ),
+    "Lfm2MoeTopKRouter": RouterKind(
+        Scoring.SIGMOID, rounds=True, normalizes="norm_topk_prob", least=1e-6, scale="routed_scaling_factor"
+    ),
+    "DeepseekV4TopKRouter": RouterKind(
+        Scoring.SQRT_SOFTPLUS, rounds=True, least=1e-20, scale="routed_scaling_factor",
+        bias="e_score_correction_bias", is_plain=lambda router: type(router.score_fn).__name__.startswith("SqrtSoft"),
+    ),
+    **dict.fromkeys(("MiniMaxTopKRouter", "MixtralTopKRouter"), SHARES_OF_ALL),
+    **dict.fromkeys(
+        ("Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"), SHARES_OF_ALL._replace(normalizes="norm_topk_prob", dtype=None)
+    ),
+    "Qwen3_5MoeTopKRouter": SHARES_OF_ALL._replace(dtype=None),
+    "JambaTopKRouter": SHARES_OF_ALL._replace(normalizes=False, dtype=None),
+    "Gemma4TextRouter": SHARES_OF_ALL._replace(
+        logits=lambda router, hidden: router.proj(router.norm(hidden) * router.scale * router.scalar_root_size),
+        most="config.top_k_experts", scale_of_experts="per_expert_scale",
+    ),
+    "GraniteMoeHybridTopKRouter": OF_CHOSEN,
+    "GptOssTopKRouter": OF_CHOSEN._replace(
+        logits=lambda router, hidden: F.linear(hidden, router.weight, router.bias)
+    ),
+}  # fmt: skip
+"""Class of a router -> how it chooses experts and weighs them."""
 
 
 class AttentionKind(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from intarsia.kernels.routing import Routing, Scoring
+from intarsia.kernels.routing import cpu as routing
 from intarsia.kernels.streams import cpu as streams
 from intarsia.kernels.tokenwise import Activation, Gating, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
@@ -22,6 +24,7 @@ from intarsia.workers.cpu.fused_modules import (
     FusedLayer,
     FusedMLP,
     FusedNorm,
+    FusedRouter,
     FusedStreams,
     Heads,
     tensor_of,
@@ -108,7 +111,7 @@ class Finding(NamedTuple):
 
 def findings(seen: Observer) -> Iterator[Finding]:
     for name, module in seen.model.module.named_modules():
-        for find in (norm_found, mlp_found, attention_found, streams_found, layer_found):
+        for find in (norm_found, mlp_found, attention_found, router_found, streams_found, layer_found):
             if (finding := find(name, module, seen)) is not None:
                 yield finding
 
@@ -173,6 +176,40 @@ def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
 
     least = min(map(error, heads_of(module, attended)))
     return Finding(name, FusedAttention, least, lambda ours: error(ours.heads))
+
+
+def router_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    call = seen.call(module)
+    output = None if call is None else call.output
+    if call is None or not isinstance(output, tuple) or not all(isinstance(part, Tensor) for part in output):
+        return None
+    if len(output) != 3 or output[2].is_floating_point() or output[1].shape != output[2].shape:
+        return None
+    logits = output[0]
+
+    def error(ours: tuple[Tensor, Tensor]) -> float:
+        """Of the shares of all experts, whichever were chosen."""
+        ours_TE, theirs_TE = (
+            torch.zeros_like(logits, dtype=torch.float32).scatter_(1, experts, shares.float())
+            for shares, experts in (ours, output[1:])
+        )
+        return error_of(ours_TE, theirs_TE)
+
+    least = min(error(routing.route(logits, way)) for way in routings_of(module, call))
+    return Finding(name, FusedRouter, least, lambda ours: error(ours(*call.args)[1:]))
+
+
+def routings_of(module: Any, call: Call) -> Iterator[Routing]:
+    """Ways in which it may choose experts and weigh them."""
+    most = call.output[2].shape[1]
+    biases = [None, *(x for x in (getattr(module, "e_score_correction_bias", None), *call.args[1:]) if x is not None)]
+    groups = [(1, 1)] + ([(module.num_group, module.topk_group)] if hasattr(module, "num_group") else [])
+    scales = {1.0, *(float(vars(module)[x]) for x in ("routed_scaling_factor", "route_scale") if x in vars(module))}
+    options = Scoring, (False, True), (False, True), groups, (None, 0.0, 1e-6), scales, biases
+    for scoring, is_of_chosen, rounds, (count, best), least, scale, bias in itertools.product(*options):
+        if bias is None or bias.is_floating_point():
+            bias_E = None if bias is None else bias.float()
+            yield Routing(most, scoring, is_of_chosen, rounds, count, best, least, scale, call.output[1].dtype, bias_E)
 
 
 def streams_found(name: str, module: Any, seen: Observer) -> Finding | None:

@@ -29,7 +29,7 @@ from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
 from intarsia.workers.cpu.fused import fuse
 from intarsia.workers.cpu.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
-from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
+from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS
 from intarsia.workers.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
@@ -135,7 +135,7 @@ def test_every_class_of_the_table_belongs_to_a_tested_family():
         has_images = family in WITH_IMAGES
         model = AutoModelForImageTextToText.from_config(make()) if has_images else new_model(make())
         met |= {type(module).__name__ for module in model.modules()}
-    assert {*NORMS, *GATED_MLPS, *ATTENTIONS, *DECODER_LAYERS} <= met
+    assert {*NORMS, *GATED_MLPS, *ATTENTIONS, *ROUTERS, *DECODER_LAYERS} <= met
 
 
 @pytest.mark.parametrize("name", ACT2FN)
