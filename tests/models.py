@@ -96,15 +96,19 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@torch.inference_mode()
 def is_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], tie: float = 1e-3) -> bool:
     """Is each token of `output` the most probable one after those before it? For prompts that were not chosen by their
     margins: tokens whose logits differ by less than `tie` may trade places."""
-    if not output:
-        return True
+    return not output or bool((behind_best(model, prompt, output)[0] <= tie).all())
+
+
+@torch.inference_mode()
+def behind_best(model: Any, prompt: Sequence[int], output: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of `output`, after those before it: by how much its logit is less than the highest one, and the
+    standard deviation of them all."""
     logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-    return bool((chosen >= logits.amax(dim=1) - tie).all())
+    return logits.amax(dim=1) - chosen, logits.std(dim=1)
 
 
 SHIFTS = {"sinks": 0.5, "gate": 0.5, "temp": 3.0}

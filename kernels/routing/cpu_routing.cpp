@@ -125,19 +125,21 @@ void route_token(const Routing& r, int64_t token) {
         return to_float(narrow);
     };
     if (!r.is_of_chosen) score(scores, r.count, r.scoring, rounded);
-    // What is no number is the greatest: its answer will be none either.
+    // What they are chosen by. What is no number is the greatest: its answer will be none either.
     for (int i = 0; i < r.count; i++) {
         const float value = scores[i] + (r.bias ? r.bias[i] : 0.0f);
         choice[i] = std::isnan(value) ? std::numeric_limits<float>::infinity() : value;
     }
     std::fill(choice + r.count, choice + whole_vectors(r.count), NONE);
     if (r.groups > 1) choose_groups(choice, r.count, r.groups, r.most_groups);
+    // One after another, the best is taken.
     for (int k = 0; k < r.most; k++) {
         const int best = best_of(choice, r.count);
         experts[k] = best;
         shares[k] = scores[best];
         choice[best] = NONE;
     }
+    // Shares are made of the scores of those.
     if (r.is_of_chosen) score(shares, r.most, r.scoring, rounded);
     if (r.normalizes) {
         float total = 0.0f;

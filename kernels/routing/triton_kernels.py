@@ -65,12 +65,13 @@ def route(
     scores = logits.to(tl.float32)
     if not IS_OF_CHOSEN:
         scores = _scored(scores, live, SCORING, logits.dtype, ROUNDS)
-    # Keys of what may be chosen: where there are groups, of the best of them alone.
+    # What they are chosen by.
     choice = scores
     if HAS_BIAS:
         choice += tl.load(bias_ptr + expert, mask=live, other=0.0)
     choice = tl.where(choice == choice, choice, float("inf"))  # its answer will be no number either
     keys = tl.where(live, _ordered(choice), TAKEN)
+    # Where there are groups, a group is worth its two best, and the experts of the best groups alone keep their keys.
     if GROUPS > 1:
         tile = tl.reshape(tl.where(live, choice, float("-inf")), (GROUPS_PADDED, GROUP_PADDED))
         s = tl.arange(0, GROUP_PADDED)[None, :]
@@ -84,6 +85,7 @@ def route(
         is_chosen = tl.broadcast_to((group_keys == TAKEN)[:, None], (GROUPS_PADDED, GROUP_PADDED))
         lowest = tl.where(live, TAKEN + 1, TAKEN)
         keys = tl.where(tl.reshape(is_chosen, (GROUPS_PADDED * GROUP_PADDED,)), keys, lowest)
+    # One after another, the best is taken.
     k = tl.arange(0, MOST_PADDED)
     experts, shares = tl.zeros((MOST_PADDED,), tl.int64), tl.zeros((MOST_PADDED,), tl.float32)
     for i in tl.range(0, MOST):
@@ -91,6 +93,7 @@ def route(
         experts = tl.where(k == i, tl.sum(tl.where(is_best, expert, 0), 0), experts)
         shares = tl.where(k == i, tl.sum(tl.where(is_best, scores, 0.0), 0), shares)
         keys = tl.where(is_best, TAKEN, keys)
+    # Shares are made of the scores of those.
     if IS_OF_CHOSEN:
         shares = _scored(shares, k < MOST, SCORING, logits.dtype, ROUNDS)
     if NORMALIZES:

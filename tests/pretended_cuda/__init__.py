@@ -20,8 +20,7 @@ waits, copies, kernels.
     engines.py, run.py    an engine over it, in a process of its own
     planted.py            mistakes that it must find
 
-It shows no speed, no memory, no sum in another order, and nothing of Triton's compiler. Tokens are
-right in float32 alone: Triton's interpreter multiplies bfloat16 wrongly.
+It shows no speed, no memory, no sum in another order, and nothing of Triton's compiler.
 
 All this changes torch for the whole process, for good. So only `run.py` installs it, in a process of its own.
 """

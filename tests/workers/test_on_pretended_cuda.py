@@ -12,7 +12,7 @@ import pytest
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.models import FAMILIES, STATES_ALONE, WITH_CHOICE
+from intarsia.tests.models import FAMILIES, STATES_ALONE, WITH_CHOICE, behind_best, load_oracle
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
 from intarsia.tests.pretended_cuda.scenes import VARIED
@@ -138,6 +138,23 @@ def expected(model: Any, prompts: int = PROMPTS, tokens: int = TOKENS) -> list[l
     return [answer[:tokens] for answer in model.expected[:prompts]]
 
 
+NEAR, MOSTLY = 0.1, 0.75
+"""How far behind the best logit, in standard deviations, tokens in bfloat16 may be, and at least how many of them. Few
+bits more or less choose other experts, and then a token is further behind."""
+
+OFF_IN_BFLOAT16 = {"zamba2"}
+"""Whose logits transformers itself has off by 0.6 of their size, in a model as small as this."""
+
+
+def behind_oracle(model: Any, answers: list[list[int]]) -> list[float]:
+    """Of each token, by how much its logit is less than the best one in float32, in standard deviations."""
+    found = []
+    for prompt, images, answer in zip(model.prompts, model.images, answers, strict=False):
+        behind, spread = behind_best(load_oracle(model.path, images), prompt, answer)
+        found += (behind / spread).tolist()
+    return found
+
+
 @pytest.mark.parametrize("family", families(QUICK))
 def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
     """Prompts in chunks, decode steps recorded and replayed, then all of it again out of the prefix cache."""
@@ -241,11 +258,14 @@ def test_ranks_that_meet_anew_record_their_steps_anew(tiny: Callable, pretended:
 
 
 @pytest.mark.parametrize("family", families(set()))
-def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
-    """Which tokens come says nothing: Triton's interpreter multiplies bfloat16 wrongly."""
+def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, tiny: Callable, pretended: Pretended):
+    """In fewer bits another token may come, but most are about as probable as the best."""
     answer = pretended(family, "--dtype=bfloat16", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
+    if family not in OFF_IN_BFLOAT16:
+        behind = behind_oracle(tiny(family), answer["tokens"])
+        assert sum(each <= NEAR for each in behind) >= MOSTLY * len(behind), behind
 
 
 @pytest.mark.parametrize(
