@@ -138,12 +138,9 @@ def expected(model: Any, prompts: int = PROMPTS, tokens: int = TOKENS) -> list[l
     return [answer[:tokens] for answer in model.expected[:prompts]]
 
 
-NEAR, MOSTLY = 0.1, 0.75
-"""How far behind the best logit, in standard deviations, tokens in bfloat16 may be, and at least how many of them. Few
-bits more or less choose other experts, and then a token is further behind."""
-
-OFF_IN_BFLOAT16 = {"zamba2"}
-"""Whose logits transformers itself has off by 0.6 of their size, in a model as small as this."""
+MOST_BEHIND = 0.75
+"""How far behind the best logit tokens in bfloat16 may be on average, in standard deviations. With most families it is
+less than 0.05, of transformers' own tokens 0.4 with Zamba 2, and of tokens drawn at random 2.4."""
 
 
 def behind_oracle(model: Any, answers: list[list[int]]) -> list[float]:
@@ -263,9 +260,8 @@ def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str,
     answer = pretended(family, "--dtype=bfloat16", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
-    if family not in OFF_IN_BFLOAT16:
-        behind = behind_oracle(tiny(family), answer["tokens"])
-        assert sum(each <= NEAR for each in behind) >= MOSTLY * len(behind), behind
+    behind = behind_oracle(tiny(family), answer["tokens"])
+    assert sum(behind) / len(behind) <= MOST_BEHIND, behind
 
 
 @pytest.mark.parametrize(
