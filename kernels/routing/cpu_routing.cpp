@@ -36,7 +36,6 @@ constexpr float LOWEST = -std::numeric_limits<float>::infinity(), NONE = std::nu
 enum Scoring { SOFTMAX = 0, SIGMOID = 1, SQRT_SOFTPLUS = 2 };
 
 inline int whole_vectors(int count) { return (count + LANES - 1) / LANES * LANES; }
-inline Vec exponential(Vec x) { return two_to(x * 1.44269504f); }  // of what is at most 0
 
 // Changes logits into scores, in place. There is room for whole vectors.
 template <class Rounded>
@@ -47,10 +46,7 @@ void score(float* x, int count, int scoring, Rounded rounded) {
         return;
     }
     if (scoring == SIGMOID) {
-        for (int i = 0; i < count; i += LANES) {
-            const Vec v = load(x + i), power = exponential(v < 0.0f ? v : -v);
-            store((v < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power), x + i);
-        }
+        for (int i = 0; i < count; i += LANES) store(gated(Vec{} + 1.0f, load(x + i)), x + i);
         std::transform(x, x + count, x, rounded);
         return;
     }
@@ -59,7 +55,7 @@ void score(float* x, int count, int scoring, Rounded rounded) {
     std::fill(x + count, x + whole_vectors(count), LOWEST);
     Vec total = {};
     for (int i = 0; i < count; i += LANES) {
-        const Vec power = exponential(load(x + i) - most);
+        const Vec power = two_to((load(x + i) - most) * 1.44269504f);
         store(power, x + i);
         total += power;
     }

@@ -83,12 +83,6 @@ void rotate_pairs(T* head, const T* cos, const T* sin, int width) {
     }
 }
 
-// x / (1 + exp(-s)), which is x * sigmoid(s), by an exponential that is at most 1
-inline Vec gated(Vec x, Vec s) {
-    const Vec power = two_to((s < 0.0f ? s : -s) * 1.44269504f);
-    return x * (s < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power);
-}
-
 enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2, SIGMOID = 3 };
 
 template <Activation A>

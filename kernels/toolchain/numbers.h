@@ -97,6 +97,11 @@ inline Vec two_to(Vec x) {
     std::memcpy(&y, &bits, sizeof y);
     return y;
 }
+// x / (1 + exp(-s)), which is x * sigmoid(s), by an exponential that is at most 1
+inline Vec gated(Vec x, Vec s) {
+    const Vec power = two_to((s < 0.0f ? s : -s) * 1.44269504f);
+    return x * (s < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power);
+}
 inline void store(Vec v, float* to) { std::memcpy(to, &v, sizeof v); }
 inline void store(Vec v, float16* to) {
     const Float16s narrow = __builtin_convertvector(v, Float16s);

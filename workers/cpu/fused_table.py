@@ -201,7 +201,8 @@ ROUTERS: dict[str, RouterKind] = {
     ),
     "DeepseekV4TopKRouter": RouterKind(
         Scoring.SQRT_SOFTPLUS, rounds=True, least=1e-20, scale="routed_scaling_factor",
-        bias="e_score_correction_bias", is_plain=lambda router: type(router.score_fn).__name__.startswith("SqrtSoft"),
+        bias="e_score_correction_bias",
+        is_plain=lambda router: type(router.score_fn).__name__ == "SqrtSoftplusActivation",
     ),
     **dict.fromkeys(("MiniMaxTopKRouter", "MixtralTopKRouter"), SHARES_OF_ALL),
     **dict.fromkeys(

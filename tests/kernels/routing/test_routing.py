@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from intarsia.kernels.routing import Routing, Scoring, cpu, operations_of, reference, triton
+from intarsia.tests.kernels.natives import natives
 
 pytestmark = [  # NaN in Triton's interpreter
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
@@ -16,11 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-@pytest.fixture(params=[cpu, triton], ids=["C++", "Triton"])
-def native(request: pytest.FixtureRequest) -> ModuleType:
-    if not request.param.is_available():
-        pytest.skip("there is no compiler for it")
-    return request.param
+native = natives(cpu, triton)
 
 
 WAYS = {  # experts, how
