@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from ..kernels.paged_attention import BACKENDS, ORDERED_BACKENDS, select_backend
+from ..kernels.paged_attention import select_backend
 from ..kernels.products import compile_products
 from ..kernels.sampling import Changes, Draw
 from ..proto.step import View
@@ -150,8 +150,7 @@ def _draw_dearly(runner: ModelRunner, logits: Tensor) -> None:
 
 def _choose_backend(runner: ModelRunner, name: str | None) -> None:
     model = runner.model
-    backends = ORDERED_BACKENDS if model.order.is_one else BACKENDS
-    choose = partial(select_backend, device=model.device, name=name, backends=backends)
+    choose = partial(select_backend, device=model.device, name=name)
     model.attention.learn(lambda: runner.forward(_rows()), choose)
     if runner.last_tokens is not None and model.attention.backend.capabilities.held_tables:
         runner.tables.hold(model.device)

@@ -18,7 +18,7 @@ from ...errors import UnsupportedModel
 from ..names import no_such_backend
 from .biases import Biases
 from .capabilities import Capabilities, Needs
-from .cpu import NativeBackend, OrderedBackend
+from .cpu import NativeBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
 from .protocol import Backend, GroupBatch, GroupMeta, LayerParams, upload
@@ -27,7 +27,6 @@ from .triton import TritonBackend
 
 __all__ = [
     "BACKENDS",
-    "ORDERED_BACKENDS",
     "Backend",
     "Biases",
     "Capabilities",
@@ -38,7 +37,6 @@ __all__ = [
     "LegacyFlashBackend",
     "NativeBackend",
     "Needs",
-    "OrderedBackend",
     "ReferenceBackend",
     "TorchBackend",
     "TritonBackend",
@@ -50,9 +48,6 @@ BACKENDS: tuple[type[Backend], ...] = (
     NativeBackend, FlashBackend, LegacyFlashBackend, TritonBackend, TorchBackend, ReferenceBackend
 )  # fmt: skip
 """Fastest first."""
-
-ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS)
-"""Where sums have to have one order, as far as there is a choice."""
 
 
 def select_backend(

@@ -1,14 +1,12 @@
 """Attention in C++ on a CPU: single queries straight from their pages, prompts in tiles of matrix products.
 
 Both sum in one order (`cpu_attention.cpp`), so a query's result has the same bits in any company and however a prompt
-was cut. Where the processor multiplies 16-bit matrices in hardware (AMX), prompts in 16 bits go the way of
-`TorchBackend`, which knows how to use it and keeps no order; `OrderedBackend` does without.
+was cut.
 """
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,8 +15,8 @@ from torch import Tensor
 
 from ..tensors import dense_heads
 from ..toolchain import cpp
+from ..transfer import Transfer
 from .capabilities import Capabilities
-from .plain_torch import Part, TorchBackend
 from .protocol import GroupBatch, GroupMeta, LayerParams
 
 
@@ -52,19 +50,17 @@ class _Plan:
     """The batch as C++ reads it."""
 
     block_table: np.ndarray  # [R,P] int32
-    queries: np.ndarray  # [R] int32; where prompts go another way, theirs are negative: so many are passed over
+    queries: np.ndarray  # [R] int32
     kv_len: np.ndarray  # [R] int32
     addresses: tuple[int, int, int]  # of the three: numpy takes longer to tell one than to make a view
     batch: GroupBatch
-    parts: list[Part] = field(default_factory=list)  # of prompts, for the other way
 
 
-class NativeBackend(TorchBackend):
+class NativeBackend:
     """The default on a CPU with a C++ compiler."""
 
     name: ClassVar[str] = "native"
-    one_order: ClassVar[bool] = False
-    """Whether prompts, too, always go through the kernel whose sums have one order."""
+    by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(cpp.KINDS),
@@ -77,7 +73,6 @@ class NativeBackend(TorchBackend):
         return f"could not be compiled: {found}" if isinstance(found, str) else None
 
     def __init__(self) -> None:
-        super().__init__()
         self._library: Any = cpp.library("paged_attention/cpu_attention")
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
@@ -92,6 +87,12 @@ class NativeBackend(TorchBackend):
 
     def frame(self, batch: GroupBatch, device: torch.device) -> None:
         return None  # on a CPU nothing is gained
+
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
+        raise AssertionError("there are no frames")
+
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
+        raise AssertionError("there are no frames")
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         k_TKD, v_TKD = dense_heads(k_TKD), dense_heads(v_TKD)
@@ -114,24 +115,7 @@ class NativeBackend(TorchBackend):
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         plan: _Plan = meta.plan
-        table, queries, kv_len = plan.addresses
-        if q_THD.dtype != torch.float32 and has_matrix_units() and not self.one_order:
-            if not plan.parts:
-                plan.parts.extend(self.prefill_parts(plan.batch, q_THD.device))
-            self.attend_parts(q_THD, kv_view, params, plan.parts, out_THD)
-            without_prompts = np.where(plan.queries > 1, -plan.queries, plan.queries)
-            queries = without_prompts.ctypes.data
-        self._attend(dense_heads(q_THD), kv_view, params, plan.batch, (table, queries, kv_len), out_THD)
-
-    def _attend(
-        self,
-        q_THD: Tensor,
-        kv_view: Tensor,
-        params: LayerParams,
-        batch: GroupBatch,
-        addresses: tuple[int, int, int],
-        out_THD: Tensor,
-    ) -> None:
+        batch, q_THD = plan.batch, dense_heads(q_THD)
         assert out_THD.is_contiguous(), "the kernel writes rows side by side"
         assert params.scale > 0, "the kernel finds the maximum before it scales"
         _, heads, key_dim = q_THD.shape
@@ -142,7 +126,7 @@ class NativeBackend(TorchBackend):
                 _Attention(
                     *(tensor.data_ptr() for tensor in (q_THD, kv_view, out_THD)),
                     *(None if each is None else each.data_ptr() for each in of_heads),
-                    *addresses,
+                    *plan.addresses,
                     *q_THD.stride()[:2],
                     *kv_view.stride()[:3],
                     0 if params.latent_values is not None else key_dim,
@@ -162,15 +146,3 @@ class NativeBackend(TorchBackend):
                 )
             )
         )
-
-
-class OrderedBackend(NativeBackend):
-    """The same with one order of sums on every processor."""
-
-    one_order: ClassVar[bool] = True
-
-
-@cache
-def has_matrix_units() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 in hardware."""
-    return torch.cpu._is_amx_tile_supported()

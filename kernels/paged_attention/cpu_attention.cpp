@@ -14,15 +14,18 @@
 // Work is cut into items: some queries of a row, with the query heads that share a kv head, are the rows of products whose
 // lanes are keys (scores) and numbers of a value (sums). A single query turns keys around in registers and reads values
 // where they lie; many queries gather both first. Long items are cut further, between segments, where threads are idle.
+//
+// Where the processor has matrix units (`tiles.h`), both products of bfloat16 are theirs: weights become bfloat16, and what a
+// query does not see weighs zero. A single query's products are done in vectors, in the very order of those units.
 
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <climits>
 #include <vector>
 
 #include "functions.h"
+#include "tiles.h"
 
 extern "C" {
 
@@ -33,7 +36,7 @@ struct Attention {
     const float* sinks;          // [H] or null
     const float* slopes;         // [H] or null: by which scores fall with each token of distance
     const int32_t* block_table;  // [rows, table_width]
-    const int32_t *queries, *kv_len;                // [rows]; as many queries as a negative number says are passed over
+    const int32_t *queries, *kv_len;                // [rows]
     int64_t query_token_stride, query_head_stride;  // all strides in numbers
     int64_t page_stride, page_token_stride, page_head_stride;
     int64_t value_offset;        // from a key to its value
@@ -107,19 +110,43 @@ struct Item {  // queries [first, first + count) of a row, and the query heads o
     int64_t token;   // the first one, among those of all rows
 };
 
+struct Span {
+    int begin, end;
+    bool operator==(const Span& other) const { return begin == other.begin && end == other.end; }
+};
+
+// Of an item's queries those that see any key of positions [first, last].
+inline Span queries_that_see(const Attention& a, const Item& item, int first, int last) {
+    const int begin = std::clamp(first - item.position, 0, item.count);
+    return {begin, std::clamp(last_to_see(a, last) + 1 - item.position, begin, item.count)};
+}
+
+// The keys of the tile at `start` that the query q of an item sees.
+inline Span seen_of_tile(const Attention& a, const Item& item, int q, int start) {
+    const int position = item.position + q;
+    return {std::max(0, oldest(a, position) - start), std::min(KEYS, position + 1 - start)};
+}
+
 // ---- What is summed
 
 struct State {  // of some rows
     float *sums, *total, *top;  // [rows][width]; [rows][WIDTH], to be added up; [rows]
 };
 
+inline int rounded_up(int number, int unit) { return (number + unit - 1) / unit * unit; }
+
 struct Shape {
-    int group, words, steps, width;  // words of a key; vectors of words of a value, and their numbers
+    int group, words, width;  // words of a key; numbers of a value, with those that fill its last vector
+    bool is_in_tiles;         // whether products are those of matrix units, which read whole tiles
 
     template <class T>
     static Shape of(const Attention& a) {
-        const int per_word = PER_WORD<T>, steps = (a.value_dim + WIDTH * per_word - 1) / (WIDTH * per_word);
-        return {a.heads / a.kv_heads, (a.key_dim + per_word - 1) / per_word, steps, steps * WIDTH * per_word};
+        const int words = (a.key_dim + PER_WORD<T> - 1) / PER_WORD<T>, group = a.heads / a.kv_heads;
+#if HAS_TILES
+        if (std::is_same_v<T, bfloat16> && may_use_tiles())
+            return {group, rounded_up(words, TILE), rounded_up(a.value_dim, COLUMNS), true};
+#endif
+        return {group, words, rounded_up(a.value_dim, WIDTH * PER_WORD<T>), false};
     }
     int64_t state_size(int rows) const { return int64_t(rows) * (width + WIDTH) + (rows + WIDTH - 1) / WIDTH * WIDTH; }
     State state(float* room, int rows) const {
@@ -193,6 +220,7 @@ struct Room {  // of one thread
     Scratch query, keys, values, scores, done, segment;
     const T *tokens[KEYS], *ahead[KEYS];
     const Item* next;  // what this thread is likely to do next, or null
+    Tiles tiles;
 };
 
 template <class T>
@@ -239,6 +267,19 @@ void look_ahead(const Attention& a, const Item& item, int start, Room<T>& room) 
     fill_up(room.ahead, from - first, to - first);
 }
 
+// How matrix units sum: of sixteen words the first numbers by themselves and the second ones, then both, then on to the rest.
+struct Chains {
+    Lanes first{}, second{}, total{};
+
+    void add(Words pairs, uint32_t word) {
+        first = fused(as_lanes(low_halves(pairs)), as_lanes(low_halves(all_words(word))), first);
+        second = fused(as_lanes(high_halves(pairs)), as_lanes(high_halves(all_words(word))), second);
+    }
+    void join() { total += first + second, first = Lanes{}, second = Lanes{}; }
+};
+inline Lanes total_of(Lanes sum) { return sum; }
+inline Lanes total_of(const Chains& sum) { return sum.total; }
+
 // Scores of R rows and the keys [low, high), some more, of a tile whose keys are gathered.
 template <class T, int R, int V>
 inline void scores_of(const Tile<T>& tile, int m, int low, int high) {
@@ -259,13 +300,16 @@ inline void scores_of(const Tile<T>& tile, int m, int low, int high) {
     }
 }
 
-// The same for the few rows of a single query, of keys where they lie.
-template <class T, int R>
+// The same for the few rows of a single query, of keys where they lie. AS_TILES: see `Chains`
+template <class T, int R, bool AS_TILES>
 void scores_in_place(const Tile<T>& tile, const T* const* tokens, const T* const* ahead, int low, int high) {
-    constexpr int U = std::min(R < 3 ? 4 : R < 5 ? 2 : 1, VECTORS);  // vectors at once, since each sum is a chain
+    // Vectors at once, since each sum is a chain.
+    constexpr int U = std::min((R < 3 ? 4 : R < 5 ? 2 : 1) / (AS_TILES && R > 1 && R < 5 ? 2 : 1), VECTORS);
+    using Sum = std::conditional_t<AS_TILES, Chains, Lanes>;
     const int words = tile.shape.words, whole = tile.a.key_dim / (4 * PER_WORD<T>) * 4;
+    const int last = (tile.a.key_dim + PER_WORD<T> - 1) / PER_WORD<T>;
     for (int t = low / (U * WIDTH) * (U * WIDTH); t < high; t += U * WIDTH) {
-        Lanes sum[U][R] = {};
+        Sum sum[U][R] = {};
         const auto add = [&](int w, int count, auto load) {
             // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
             for (int i = 0; i < U * WIDTH / 4; i++) {
@@ -277,17 +321,26 @@ void scores_in_place(const Tile<T>& tile, const T* const* tokens, const T* const
                 load_turned([&](int i) { return load(tokens[t + u * WIDTH + i] + w * PER_WORD<T>); }, keys[u]);
             for (int i = 0; i < count; i++)
                 for (int r = 0; r < R; r++) {
-                    const Words word = all_words(tile.query[r * words + w + i]);
-                    for (int u = 0; u < U; u++) sum[u][r] = add_product<Factor<T>>(sum[u][r], keys[u][i], word);
+                    const uint32_t word = tile.query[r * words + w + i];
+                    for (int u = 0; u < U; u++) {
+                        if constexpr (AS_TILES)
+                            sum[u][r].add(keys[u][i], word);
+                        else
+                            sum[u][r] = add_product<Factor<T>>(sum[u][r], keys[u][i], all_words(word));
+                    }
                 }
+            if constexpr (AS_TILES)
+                if ((w + 4) % TILE == 0 || w + 4 >= last)
+                    for (int u = 0; u < U; u++)
+                        for (int r = 0; r < R; r++) sum[u][r].join();
         };
         for (int w = 0; w < whole; w += 4) add(w, 4, [](const T* from) { return load_quarter(from); });
-        if (whole < words)
-            add(whole, words - whole, [&](const T* from) {
+        if (whole < last)
+            add(whole, last - whole, [&](const T* from) {
                 return load_quarter(from, tile.a.key_dim - whole * PER_WORD<T>);
             });
         for (int u = 0; u < U; u++)
-            for (int r = 0; r < R; r++) store_lanes(sum[u][r], tile.scores + r * KEYS + t + u * WIDTH);
+            for (int r = 0; r < R; r++) store_lanes(total_of(sum[u][r]), tile.scores + r * KEYS + t + u * WIDTH);
     }
 }
 
@@ -371,6 +424,59 @@ inline void add_values(const Tile<T>& tile, int m, int low, int high, int d, int
         for (int v = 0; v < V; v++) store_lanes(sum[r][v], sums + r * width + v * WIDTH);
 }
 
+#if HAS_TILES
+
+// The same as matrix units do it, of weights in bfloat16: of each 32 keys those at even and at odd places by themselves,
+// then both.
+template <class T, int R, int S>
+inline void add_values_as_tiles(const Tile<T>& tile, int m, int low, int high, int d, int there, const float* shrink) {
+    constexpr int V = S * PER_WORD<T>;
+    const int width = tile.shape.width;
+    float* sums = tile.state.sums + int64_t(m) * width + d;
+    const float* weights = tile.scores + m * KEYS;
+    for (int from = low / (2 * TILE) * (2 * TILE); from < high; from += 2 * TILE) {
+        Lanes chains[2][R][V] = {};
+        const auto add = [&](int t, auto place) {
+            const T* value = tile.values[t] + tile.value_offset + d;
+            Lanes numbers[V];
+            if (S > 1 || there >= WIDTH * PER_WORD<T>)
+                for (int s = 0; s < S; s++)
+                    widen<T>(kept(load_words(value + s * WIDTH * PER_WORD<T>)), numbers + s * PER_WORD<T>);
+            else
+                widen<T>(load_words(value, there), numbers);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < V; v++)
+                    chains[place][r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), chains[place][r][v]);
+        };
+        for (int t = std::max(from, low / 2 * 2); t < std::min(from + 2 * TILE, high); t += 2) {
+            if (t >= low) add(t, std::integral_constant<int, 0>());
+            if (t + 1 < high) add(t + 1, std::integral_constant<int, 1>());
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) {
+                float* sum = sums + r * width + v * WIDTH;
+                // No compiler may make one operation of the two.
+                const Lanes before = from <= low ? kept(load_lanes(sum) * all_lanes(shrink[r])) : load_lanes(sum);
+                store_lanes(before + (chains[0][r][v] + chains[1][r][v]), sum);
+            }
+    }
+}
+
+template <class T, int R>
+inline void add_values_as_tiles(const Tile<T>& tile, int m, int low, int high, const float* shrink) {
+    constexpr int S = R < 3 ? 2 : 1, NUMBERS = WIDTH * PER_WORD<T>;
+    float* weights = tile.scores + m * KEYS;
+    for (int i = 0; i < R * KEYS; i += WIDTH)
+        store_lanes(as_lanes(high_halves((Words)rounded_to_bfloat16(load_lanes(weights + i)))), weights + i);
+    int d = 0;
+    for (; d + S * NUMBERS <= tile.a.value_dim; d += S * NUMBERS)
+        add_values_as_tiles<T, R, S>(tile, m, low, high, d, S * NUMBERS, shrink);
+    for (; d < tile.a.value_dim; d += NUMBERS)
+        add_values_as_tiles<T, R, 1>(tile, m, low, high, d, tile.a.value_dim - d, shrink);
+}
+
+#endif
+
 // R rows, all of which see the keys [low, high) of a tile, or all of it.
 template <class T, int R, bool ALL>
 inline void block(const Tile<T>& tile, int m, int low, int high) {
@@ -380,6 +486,10 @@ inline void block(const Tile<T>& tile, int m, int low, int high) {
     if (tile.a.slopes) add_slopes<T, R>(tile, m);
     alignas(64) float shrink[(R + WIDTH - 1) / WIDTH * WIDTH];
     weigh<R, ALL>(tile.a, tile.scores + m * KEYS, low, high, tile.state.total + m * WIDTH, tile.state.top + m, shrink);
+#if HAS_TILES
+    if constexpr (std::is_same_v<T, bfloat16>)
+        if (tile.shape.is_in_tiles) return add_values_as_tiles<T, R>(tile, m, low, high, shrink);
+#endif
     constexpr int NUMBERS = WIDTH * PER_WORD<T>;
     int d = 0;
     for (; d + S * NUMBERS <= tile.a.value_dim; d += S * NUMBERS)
@@ -404,24 +514,30 @@ void rows_of_tile(const Tile<T>& tile, int begin, int end, int low, int high) {
     }
 }
 
-// Keys [from, to) of a tile as columns, and values side by side.
-template <class T>
-void gather(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
+// Keys [from, to) of a tile as columns. fetch(t, w): called for each WIDTH keys and four words
+template <class T, class Function>
+void gather_keys(const Attention& a, const Shape& shape, int from, int to, Room<T>& room, Function fetch) {
     float* keys = room.keys.of(int64_t(shape.words + 3) * KEYS);
     alignas(16) static const T nothing[4 * PER_WORD<T>] = {};
     for (int t = from / WIDTH * WIDTH; t < to; t += WIDTH)
         for (int w = 0; w < shape.words; w += 4) {
+            fetch(t, w);
             const int there = std::min(4 * PER_WORD<T>, a.key_dim - w * PER_WORD<T>);
             Words square[4];
             load_turned(
                 [&](int i) {
-                    if (t + i < from || t + i >= to) return load_quarter(nothing);
+                    if (t + i < from || t + i >= to || there <= 0) return load_quarter(nothing);
                     const T* key = room.tokens[t + i] + w * PER_WORD<T>;
                     return there == 4 * PER_WORD<T> ? load_quarter(key) : load_quarter(key, there);
                 },
                 square);
             for (int i = 0; i < 4; i++) store_lanes(as_lanes(square[i]), keys + int64_t(w + i) * KEYS + t);
         }
+}
+
+// Values of the keys [from, to), side by side. `tokens` points to them from then on.
+template <class T>
+void gather_values(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
     T* values = reinterpret_cast<T*>(room.values.of(int64_t(KEYS) * shape.width));
     for (int t = from; t < to; t++) {
         T* value = values + t * shape.width;
@@ -430,37 +546,158 @@ void gather(const Attention& a, const Shape& shape, int from, int to, Room<T>& r
     }
 }
 
+// ---- A tile in matrix units
+
+#if HAS_TILES
+
+constexpr int PAIRS = KEYS / 2;
+static_assert(KEYS == COLUMNS && WIDTH == TILE, "a tile of keys is a panel");
+
+// Values of the keys [from, to) as panels of 64 numbers: a word has a number of two keys. The even numbers of each 32 come
+// first, as in all sums. Returns whether all are finite.
+template <class T>
+bool pair_values(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
+    float* panels = room.values.of(int64_t(PAIRS) * shape.width);
+    const Words exponents = all_words(0x7F807F80u);
+    __mmask32 endless = 0;
+    for (int t = 0; t < KEYS; t += 2)
+        for (int d = 0; d < shape.width; d += 2 * WIDTH) {
+            const auto numbers_of = [&](int key) {
+                const bool is_there = from <= key && key < to && d < a.value_dim;
+                return is_there ? load_words(room.tokens[key] + a.value_offset + d, a.value_dim - d) : Words{};
+            };
+            const Words first = numbers_of(t), second = numbers_of(t + 1);
+            endless |= _mm512_cmpeq_epi16_mask(first & exponents, exponents) |
+                       _mm512_cmpeq_epi16_mask(second & exponents, exponents);
+            float* panel = panels + (int64_t(d / COLUMNS) * PAIRS + t / 2) * COLUMNS + d % COLUMNS;
+            const Words low = _mm512_srli_epi32(low_halves(first), 16), high = _mm512_srli_epi32(high_halves(first), 16);
+            store_lanes(as_lanes(low | low_halves(second)), panel);
+            store_lanes(as_lanes(high | high_halves(second)), panel + WIDTH);
+        }
+    return !endless;
+}
+
+// Rows [begin, end) meet the gathered keys and values, at most `Tiles::MOST_ROWS` at once. seen(m): what a row sees
+template <class T, class Function>
+void rows_in_tiles(const Tile<T>& tile, int begin, int end, Room<T>& room, Function seen) {
+    const Shape& shape = tile.shape;
+    const float* values = room.values.of(0);
+    const int blocks = (end - begin + Tiles::MOST_ROWS - 1) / Tiles::MOST_ROWS;
+    alignas(64) bfloat16 weights[Tiles::MOST_ROWS * KEYS];
+    alignas(64) float shrink[Tiles::MOST_ROWS + WIDTH];
+    const auto fetch_nothing = [] {};
+    for (int b = 0; b < blocks; b++) {
+        const int from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
+        const TileRows query{tile.query + int64_t(from) * shape.words, shape.words * 4, to - from};
+        room.tiles.multiply(query, tile.keys, shape.words, true, tile.scores + int64_t(from) * KEYS, KEYS, fetch_nothing);
+        // Neighbours that see the same keys are weighed together.
+        for (int m = from, next; m < to; m = next) {
+            const Span keys = seen(m);
+            for (next = m + 1; next < std::min(to, m + ROWS) && seen(next) == keys;) next++;
+            with_constant(next - m, [&](auto count) {
+                constexpr int R = std::min<int>(count, ROWS);
+                if (tile.a.slopes) add_slopes<T, R>(tile, m);
+                float *scores = tile.scores + int64_t(m) * KEYS, *total = tile.state.total + m * WIDTH;
+                if (keys == Span{0, KEYS})
+                    weigh<R, true>(tile.a, scores, 0, KEYS, total, tile.state.top + m, shrink + m - from);
+                else
+                    weigh<R, false>(tile.a, scores, keys.begin, keys.end, total, tile.state.top + m, shrink + m - from);
+            });
+        }
+        float* sums = tile.state.sums + int64_t(from) * shape.width;
+        for (int m = 0; m < to - from; m++) {
+            for (int t = 0; t < KEYS; t += 2 * WIDTH) {
+                const float* scores = tile.scores + int64_t(from + m) * KEYS + t;
+                const __m512bh both = _mm512_cvtne2ps_pbh(load_lanes(scores + WIDTH), load_lanes(scores));
+                std::memcpy(static_cast<void*>(weights + m * KEYS + t), &both, sizeof both);
+            }
+            if (shrink[m] == 1.0f) continue;
+            for (int d = 0; d < shape.width; d += WIDTH)
+                store_lanes(load_lanes(sums + m * shape.width + d) * all_lanes(shrink[m]), sums + m * shape.width + d);
+        }
+        const TileRows rows{weights, KEYS * int64_t(sizeof(bfloat16)), to - from};
+        for (int d = 0; d < shape.width; d += COLUMNS)
+            room.tiles.multiply(rows, reinterpret_cast<const uint32_t*>(values) + int64_t(d) * PAIRS, PAIRS, false, sums + d,
+                                shape.width, fetch_nothing);
+    }
+}
+
+// The tile that begins at `start`, of whose keys [from, to) are seen.
+template <class T>
+void in_matrix_units(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to,
+                     Room<T>& room, State state) {
+    if (item.count == 1) {
+        fill_up(room.tokens, from, to);
+        look_ahead(a, item, start + KEYS, room);
+        // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
+        gather_keys(a, shape, from, to, room, [&](int t, int w) {
+            for (int i = 0; i < WIDTH / 4; i++) {
+                const T* token = room.ahead[t + w / 4 % 4 * (WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
+                prefetch_far(token), prefetch_far(token + a.value_offset);
+            }
+        });
+    } else {
+        gather_keys(a, shape, from, to, room, [](int, int) {});
+    }
+    const bool is_finite = pair_values(a, shape, from, to, room);
+    const Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)),
+                       reinterpret_cast<const uint32_t*>(room.keys.of(0)), room.tokens, 0,
+                       room.scores.of(int64_t(item.count) * shape.group * KEYS), state, item, start};
+    const auto seen_by = [&](int m) { return a.is_causal ? seen_of_tile(a, item, m / shape.group, start) : Span{from, to}; };
+    const Span some = a.is_causal ? queries_that_see(a, item, start, start + KEYS - 1) : Span{0, item.count};
+    if (is_finite) return rows_in_tiles(tile, some.begin * shape.group, some.end * shape.group, room, seen_by);
+    // What is no number would be one in no sum, even where it weighs zero: each query has the values that it sees.
+    for (int m = some.begin * shape.group; m < some.end * shape.group; m += shape.group) {
+        const Span seen = seen_by(m);
+        pair_values(a, shape, seen.begin, seen.end, room);
+        rows_in_tiles(tile, m, m + shape.group, room, seen_by);
+    }
+}
+
+#endif
+
 // The tile that begins at `start`, of whose keys those at [from, to) are seen.
 template <class T>
 void do_tile(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to, Room<T>& room,
              State state) {
     const int rows = item.count * shape.group;
     locate(a, item, start, from, to, room.tokens);
+    const bool is_direct = item.count == 1 && rows <= DIRECT_ROWS;
+#if HAS_TILES
+    if constexpr (std::is_same_v<T, bfloat16>)
+        if (shape.is_in_tiles && !is_direct)
+            return in_matrix_units(a, shape, item, start, from - start, to - start, room, state);
+#endif
     Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)), nullptr, room.tokens, a.value_offset,
                  room.scores.of(int64_t(rows) * KEYS), state, item, start};
-    if (item.count == 1 && rows <= DIRECT_ROWS) {
+    if (is_direct) {
         fill_up(room.tokens, from - start, to - start);
         look_ahead(a, item, start + KEYS, room);
-        with_constant(rows, [&](auto R) {
-            scores_in_place<T, std::min<int>(R, DIRECT_ROWS)>(tile, room.tokens, room.ahead, from - start, to - start);
+        with_constant(rows, [&](auto count) {
+            constexpr int R = std::min<int>(count, DIRECT_ROWS);
+            if (shape.is_in_tiles)
+                scores_in_place<T, R, HAS_TILES && PER_WORD<T> == 2>(tile, room.tokens, room.ahead, from - start, to - start);
+            else
+                scores_in_place<T, R, false>(tile, room.tokens, room.ahead, from - start, to - start);
         });
         return rows_of_tile(tile, 0, rows, from - start, to - start);
     }
-    gather(a, shape, from - start, to - start, room);
+    gather_keys(a, shape, from - start, to - start, room, [](int, int) {});
+    gather_values(a, shape, from - start, to - start, room);
     tile.keys = reinterpret_cast<const uint32_t*>(room.keys.of(0)), tile.value_offset = 0;
     if (!a.is_causal) return rows_of_tile(tile, 0, rows, from - start, to - start);
     // Those that see some of it, among them those that see all of it.
-    const auto among = [&](int position, int least) { return std::clamp(position - item.position, least, item.count); };
-    const int some = among(start, 0), some_end = among(last_to_see(a, start + KEYS - 1) + 1, some);
-    const int all = among(start + KEYS - 1, some), all_end = among(last_to_see(a, start) + 1, all);
+    const auto [some, some_end] = queries_that_see(a, item, start, start + KEYS - 1);
+    const int all = std::clamp(start + KEYS - 1 - item.position, some, item.count);
+    const int all_end = std::clamp(last_to_see(a, start) + 1 - item.position, all, item.count);
     for (int q = some; q < some_end; q++) {
         if (q == all && all < all_end) {
             rows_of_tile(tile, all * shape.group, all_end * shape.group, 0, KEYS);
             q = all_end - 1;
             continue;
         }
-        const int low = std::max(0, oldest(a, item.position + q) - start);
-        rows_of_tile(tile, q * shape.group, (q + 1) * shape.group, low, std::min(KEYS, item.position + q + 1 - start));
+        const Span seen = seen_of_tile(a, item, q, start);
+        rows_of_tile(tile, q * shape.group, (q + 1) * shape.group, seen.begin, seen.end);
     }
 }
 
@@ -511,7 +748,7 @@ void do_item(const Attention& a, const Shape& shape, const Item& item, Room<T>& 
 std::vector<Item> items_of(const Attention& a, const Shape& shape, int item_queries) {
     std::vector<Item> items;
     int64_t token = 0;
-    for (int row = 0; row < a.rows; token += std::abs(a.queries[row++]))
+    for (int row = 0; row < a.rows; token += a.queries[row++])
         for (int first = 0; first < a.queries[row]; first += item_queries)
             for (int head = 0; head < a.kv_heads; head++) {
                 const int count = std::min(item_queries, a.queries[row] - first);
@@ -523,6 +760,22 @@ std::vector<Item> items_of(const Attention& a, const Shape& shape, int item_quer
     std::stable_sort(items.begin(), items.end(), [&](const Item& x, const Item& y) { return size(x) > size(y); });
     return items;
 }
+
+// Numbers below 2^-126 are zero to matrix units. Where these compute, they are to vectors as well.
+class SmallestAreZero {
+  public:
+#if HAS_TILES
+    explicit SmallestAreZero(bool are) : before_(_mm_getcsr()) {
+        if (are) _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | 0x40);  // results, and what is read
+    }
+    ~SmallestAreZero() { _mm_setcsr(before_); }
+
+  private:
+    const unsigned before_;
+#else
+    explicit SmallestAreZero(bool) {}
+#endif
+};
 
 struct Piece {  // a segment of an item
     int item, from;
@@ -547,6 +800,7 @@ void do_pieces(const Attention& a, const Shape& shape, const std::vector<Item>& 
     float* const states_at = states.of(size);
 #pragma omp parallel
     {
+        const SmallestAreZero smallest(shape.is_in_tiles);
         Room<T> room{};
 #pragma omp for schedule(dynamic, 1)
         for (int p = 0; p < int(pieces.size()); p++) {
@@ -578,6 +832,7 @@ void attend(const Attention& a) {
     if (threads > 1 && int(items.size()) < 2 * threads) return do_pieces<T>(a, shape, items);
 #pragma omp parallel if (items.size() > 1)
     {
+        const SmallestAreZero smallest(shape.is_in_tiles);
         Room<T> room{};
         const int ahead = omp_get_num_threads(), count = int(items.size());
 #pragma omp for schedule(dynamic, 1)

@@ -13,7 +13,7 @@ Suffixes, beyond those of `protocol.py`:
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -126,19 +126,9 @@ class TorchBackend:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
-        self.attend_parts(q_THD, kv_view, params, meta.plan, out_THD)
-
-    @staticmethod
-    def prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
-        """The parts of rows with several queries."""
-        return _prefill_parts(batch, device)
-
-    def attend_parts(
-        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, parts: Iterable[Part], out_THD: Tensor
-    ) -> None:
         extras = params.softcap, params.sinks, params.slopes, params.biases
         attention = _fused if all(extra is None for extra in extras) else _by_hand
-        for part in parts:
+        for part in meta.plan:
             kv_NKLC = self._gather(kv_view, part)
             for tile in part.tiles:
                 q_NKGMD = _by_kv_head(q_THD[tile.tokens], part.rows, kv_view.shape[2])

@@ -293,6 +293,11 @@ def vectors() -> str:
     return named().decode()
 
 
+def has_matrix_units() -> bool:
+    """Whether products of bfloat16 are those of matrix units (AMX)."""
+    return bool(_library().intarsia_has_matrix_units())
+
+
 def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:
     """Rows of x, added up by their shares in float32. row_of [R,K] int64, shares [R,K]. Returns [R,D]."""
     shares, row_of = shares.float().contiguous(), row_of.contiguous()

@@ -8,7 +8,8 @@
 //     block   [rows <= MOST_ROWS][64 outputs] sums     in registers: per step, each row's word meets all 64
 //
 // The lanes of a vector are outputs, so each sum runs over k from first to last, in one order: for one row as for a
-// thousand, whichever thread computes it, however rows are put into blocks and k is cut.
+// thousand, whichever thread computes it, however rows are put into blocks and k is cut. Where the processor has matrix
+// units, products of bfloat16 are theirs, for one row as for a thousand (`tiles.h`).
 
 #include <algorithm>
 #include <cstring>
@@ -16,11 +17,12 @@
 #include <vector>
 
 #include "panels.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int CACHED_STEPS = 1024;      // of a panel: 256 KiB, which stay in a core's second cache for all rows
-constexpr int DECODED_STEPS = 64;       // of a packed panel that few rows meet: 16 KiB, which stay in the first cache
+constexpr int64_t CACHED_STEPS = 1024;     // of a panel: 256 KiB, which stay in a core's second cache for all rows
+constexpr int64_t DECODED_STEPS = 64;     // of a packed panel that few rows meet: 16 KiB, which stay in the first cache
 constexpr int LINE_WORDS = 16, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache line; lines of a step
 
 template <class T>
@@ -30,7 +32,7 @@ constexpr int NUMBERS = 4 / sizeof(T);  // of a word
 struct Ahead {
     const uint32_t* at;
     const uint32_t* end;
-    int lines;  // at each step
+    int lines;  // at a time
 
     void fetch() {
         if (at >= end) return;
@@ -38,6 +40,9 @@ struct Ahead {
         at += lines * LINE_WORDS;
     }
 };
+
+// Lines to fetch at each of so many steps, so that the next part is there in time.
+inline int lines_at_each(int64_t lines, int64_t steps) { return int((lines + steps - 1) / steps); }
 
 // sums[r][v] over the steps of a panel, for R rows and V vectors of outputs.
 template <class T, int R, int V>
@@ -84,58 +89,117 @@ struct Room {
     std::vector<uint32_t> decoded;
     std::vector<float> sums;
     std::vector<const uint32_t*> x;
+    Tiles tiles;
+    std::vector<bfloat16> gathered;  // rows that tiles cannot read as they lie
+    int64_t first_gathered = -1;
 };
 
-// The outputs of one panel for rows [first, last) of a group.
+// Steps of a panel that are in the caches while all rows meet them.
+struct Part {
+    int64_t from, steps;
+    bool is_last;
+    const uint32_t* words;
+    const uint32_t* next;  // what comes next in memory, and where it ends
+    const uint32_t* end;
+};
+
+// Calls meet(part) for all parts of a panel. Weights in fewer bits are decoded just before.
+template <class T, class Function>
+void for_each_part(const Product& a, int group, int panel, int64_t rows, int64_t blocks, Room& room, Function meet) {
+    const int64_t steps = (a.depth + NUMBERS<T> - 1) / NUMBERS<T>, number = group * panels_of(a) + panel;
+    if (a.codes.codes) {
+        const int64_t most = blocks == 1 ? DECODED_STEPS : CACHED_STEPS, pairs = (a.depth + 1) / 2;
+        room.decoded.resize((most + 1) * OUTPUTS);
+        for (int64_t from = 0; from < steps; from += most) {
+            const int64_t here = std::min(most, steps - from), first = from * NUMBERS<T> / 2;
+            const int64_t last = std::min(pairs, ((from + here) * NUMBERS<T> + 1) / 2);
+            decode<T>(a.codes, pairs, number, first, last, room.decoded.data());
+            meet(Part{from, here, from + here == steps, room.decoded.data(), nullptr, nullptr});
+        }
+        return;
+    }
+    const uint32_t* words = static_cast<const uint32_t*>(a.packed) + number * steps * OUTPUTS;
+    for (int64_t from = 0; from < steps; from += CACHED_STEPS) {
+        const int64_t here = std::min(CACHED_STEPS, steps - from), end = from + here;
+        // The next part lies behind this one; of the last panel it is another weight's, which does no harm.
+        const int64_t ahead = std::min(CACHED_STEPS, end < steps ? steps - end : steps);
+        const uint32_t* next = words + end * OUTPUTS;
+        meet(Part{from, here, end == steps, words + from * OUTPUTS, next, rows > STREAMED_ROWS ? next : next + ahead * OUTPUTS});
+    }
+}
+
+// Calls meet(begin, count) for blocks of nearly equal size: none of them is a row or two beside others of six.
+template <class Function>
+void for_each_block(int64_t rows, int64_t blocks, Function meet) {
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t begin = b * rows / blocks;
+        meet(begin, int((b + 1) * rows / blocks - begin));
+    }
+}
+
+// The outputs of one panel for rows [first, last) of a group, in vectors.
 template <class T>
-void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
-    const int64_t steps = (a.depth + NUMBERS<T> - 1) / NUMBERS<T>, rows = last - first;
-    const int64_t panels = panels_of(a);
-    const bool is_packed = a.codes.codes != nullptr;
-    const uint32_t* weight = static_cast<const uint32_t*>(a.packed) + (group * panels + panel) * steps * OUTPUTS;
+void in_vectors(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
+    const int64_t rows = last - first, blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
     room.sums.assign(rows * OUTPUTS, 0.0f);
     room.x.resize(rows);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = a.row_of ? a.row_of[first + r] : first + r;
         room.x[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.x) + row * a.x_stride);
     }
-    // Blocks of nearly equal size, none of them of a row or two beside others of six.
-    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t part = is_packed && blocks == 1 ? DECODED_STEPS : CACHED_STEPS;
-    if (is_packed) room.decoded.resize((part + 1) * OUTPUTS);
-    for (int64_t from = 0; from < steps; from += part) {
-        const int64_t here = std::min<int64_t>(part, steps - from);
-        if (is_packed) {
-            const int64_t pairs = (a.depth + 1) / 2, first = from * NUMBERS<T> / 2;
-            const int64_t end = std::min(pairs, ((from + here) * NUMBERS<T> + 1) / 2);
-            decode<T>(a.codes, pairs, group * panels + panel, first, end, room.decoded.data());
-            Ahead nothing{nullptr, nullptr, 0};
-            for (int64_t b = 0; b < blocks; b++) {
-                const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
-                some_rows<T>(int(end - begin), room.x.data() + begin, from, room.decoded.data(), here,
-                             room.sums.data() + begin * OUTPUTS, nothing);
-            }
-            continue;
-        }
-        // The next part lies behind this one; of the last panel it is another weight's, which does no harm.
-        const uint32_t* next = weight + (from + here) * OUTPUTS;
-        const int64_t next_steps = from + here < steps ? std::min<int64_t>(CACHED_STEPS, steps - from - here)
-                                                       : std::min<int64_t>(CACHED_STEPS, steps);
-        Ahead ahead{next, rows > STREAMED_ROWS ? next : next + next_steps * OUTPUTS,
-                    blocks < STEP_LINES ? int((STEP_LINES + blocks - 1) / blocks) : 1};
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
-            some_rows<T>(int(end - begin), room.x.data() + begin, from, weight + from * OUTPUTS, here,
-                         room.sums.data() + begin * OUTPUTS, ahead);
-        }
-    }
-    write_rows<T>(a, group, panel, first, rows, room.sums.data());
+    for_each_part<T>(a, group, panel, rows, blocks, room, [&](const Part& part) {
+        Ahead ahead{part.next, part.end, lines_at_each(STEP_LINES, blocks)};
+        for_each_block(rows, blocks, [&](int64_t begin, int count) {
+            float* sums = room.sums.data() + begin * OUTPUTS;
+            some_rows<T>(count, room.x.data() + begin, part.from, part.words, part.steps, sums, ahead);
+            if (part.is_last) write_rows<T>(a, group, panel, first + begin, count, sums);
+        });
+    });
 }
+
+#if HAS_TILES
+
+// The rows of x from `first` on as tiles read them: side by side, and zero behind their last number.
+TileRows rows_of_tiles(const Product& a, int64_t first, int64_t rows, Room& room) {
+    const bfloat16* x = static_cast<const bfloat16*>(a.x);
+    constexpr int64_t SIZE = sizeof(bfloat16), NUMBERS_OF_TILE = 2 * TILE;
+    if (!a.row_of && a.depth % NUMBERS_OF_TILE == 0) return {x + first * a.x_stride, a.x_stride * SIZE, 0};
+    const int64_t depth = (a.depth + NUMBERS_OF_TILE - 1) / NUMBERS_OF_TILE * NUMBERS_OF_TILE;
+    if (room.first_gathered != first) {  // panel after panel, they are the same
+        room.first_gathered = first;
+        room.gathered.assign(rows * depth, bfloat16{0});
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(static_cast<void*>(&room.gathered[r * depth]),
+                        x + (a.row_of ? a.row_of[first + r] : first + r) * a.x_stride, a.depth * SIZE);
+    }
+    return {room.gathered.data(), depth * SIZE, 0};
+}
+
+void in_tiles(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
+    const int64_t rows = last - first, blocks = (rows + Tiles::MOST_ROWS - 1) / Tiles::MOST_ROWS;
+    const TileRows x = rows_of_tiles(a, first, rows, room);
+    room.sums.resize(rows * OUTPUTS);
+    for_each_part<bfloat16>(a, group, panel, rows, blocks, room, [&](const Part& part) {
+        Ahead ahead{part.next, part.end, lines_at_each(TILE * STEP_LINES, blocks * Tiles::FETCHES)};
+        for_each_block(rows, blocks, [&](int64_t begin, int count) {
+            float* sums = room.sums.data() + begin * OUTPUTS;
+            const TileRows here{static_cast<const char*>(x.first) + begin * x.stride_bytes + part.from * 4,
+                                x.stride_bytes, count};
+            room.tiles.multiply(here, part.words, part.steps, part.from == 0, sums, OUTPUTS, [&] { ahead.fetch(); });
+            if (part.is_last) write_rows<bfloat16>(a, group, panel, first + begin, count, sums);
+        });
+    });
+}
+
+#endif
 
 template <class T>
 void product(const Product& a) {
     for_each_panel<Room>(a, [&](int group, int panel, int64_t first, int64_t last, Room& room) {
-        panel_of_rows<T>(a, group, panel, first, last, room);
+#if HAS_TILES
+        if (std::is_same_v<T, bfloat16> && may_use_tiles()) return in_tiles(a, group, panel, first, last, room);
+#endif
+        in_vectors<T>(a, group, panel, first, last, room);
     });
 }
 
@@ -210,6 +274,8 @@ void combine(const T* x, const int64_t* row_of, const float* shares, T* out, int
 extern "C" {
 
 const char* intarsia_vectors() { return VECTORS_NAME; }
+
+int32_t intarsia_has_matrix_units() { return may_use_tiles(); }
 
 void intarsia_product(const Product* a) {
     with_weight(a->kind, [&](auto* number) { product<std::remove_pointer_t<decltype(number)>>(*a); });

@@ -1,8 +1,8 @@
 """Which way products of many rows go on this machine: ours, or torch's over the weight as it was.
 
-Ours sums in one order for any number of rows. torch's may be faster for many, as where the processor multiplies
-matrices in hardware (AMX); the weight is unpacked for each of them then. Which is faster is measured once and kept
-beside the compiled kernels.
+Ours sums in one order for any number of rows. torch's may be faster for many; the weight is unpacked for each of them
+then. Which is faster is measured once and kept beside the compiled kernels. Products in matrix units are always ours:
+they are as fast, and an order of sums that is there should not hang on how busy a machine was when it was asked.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch
 
 from ..toolchain import cpp
 from .codes import CodeKind, Codes
-from .cpu import PackedWeights
+from .cpu import PackedWeights, has_matrix_units
 from .integers import IntegerCodes
 
 logger = logging.getLogger(__name__)
@@ -38,10 +38,12 @@ class Way(NamedTuple):
     """Of products of one dtype."""
 
     torch_from_rows: int | None  # None: ours is as fast, or nearly, for any number
-    torch_gain: float  # how many times faster torch's is for the most rows
+    torch_gain: float | None  # how many times faster torch's is for the most rows; None: it was not asked
 
     @property
     def told(self) -> str:
+        if self.torch_gain is None:
+            return "products in C++ for any number of rows, in matrix units"
         if self.torch_from_rows is None:
             return f"products in C++ for any number of rows, {1 / self.torch_gain:.2f} times as fast as torch's"
         return (
@@ -53,6 +55,8 @@ class Way(NamedTuple):
 @functools.cache
 def way_of(dtype: torch.dtype, in_integers: bool = False) -> Way:
     """Measured at the first use on a machine, in less than a second."""
+    if dtype == torch.bfloat16 and not in_integers and has_matrix_units():
+        return Way(None, None)
     kept = cpp.cache_folder() / f"products-{_identity(dtype, in_integers)}.json"
     try:
         return Way(*json.loads(kept.read_text()))

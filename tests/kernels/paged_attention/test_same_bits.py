@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import GroupBatch, LayerParams, OrderedBackend
+from intarsia.kernels.paged_attention import GroupBatch, LayerParams, NativeBackend
 from intarsia.tests.kernels.scenes import CPU
 
-pytestmark = pytest.mark.skipif(OrderedBackend.lacks() is not None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(NativeBackend.lacks() is not None, reason="there is no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ class Sequences:
         q = torch.cat([self.q[sequence][first:end] for sequence, first, end in places])
         out = torch.full((*q.shape[:2], layer.value_dim), float("nan"), dtype=layer.dtype)
         torch.set_num_threads(threads)
-        backend = OrderedBackend()
+        backend = NativeBackend()
         backend.attend(q, pages, layer.params(), backend.prepare(batch, CPU), out)
         return list(out.split(query_lens.tolist()))
 
@@ -183,7 +183,7 @@ def test_encoder_keys_give_a_query_the_same_bits_alone_and_among_others():
     def ask(first: int, end: int, threads: int) -> Tensor:
         batch = GroupBatch(table, np.array([end - first]), np.array([700]), 16, is_causal=False)
         torch.set_num_threads(threads)
-        backend, out = OrderedBackend(), torch.empty(end - first, 4, 64)
+        backend, out = NativeBackend(), torch.empty(end - first, 4, 64)
         backend.attend(q[first:end], pages, LayerParams(0.125), backend.prepare(batch, CPU), out)
         return out
 

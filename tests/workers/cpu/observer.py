@@ -29,7 +29,7 @@ from intarsia.workers.cpu.fused_modules import (
     Heads,
     tensor_of,
 )
-from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, STREAMS, DecoderLayerKind, StreamsKind
+from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, ROUTERS, STREAMS, DecoderLayerKind, StreamsKind
 from intarsia.workers.models.loaded_model import LoadedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -295,10 +295,33 @@ def layer_found(name: str, module: Any, seen: Observer) -> Finding | None:
         inside = error_of(normed(kind.before_mixer, x), given), error_of(normed(kind.before_mlp, total), input_of(mlp))
         return max(*inside, error_of(final, out))
 
+    is_clear = has_clear_experts(module, seen, x.shape[:-1].numel())
+
     def error_of_ours(ours: FusedLayer) -> float:
-        return max(error_of(ours.into_mixer(x), given), error_of(ours.from_mixer(x, mixed), out))
+        found = ours.from_mixer(x, mixed).flatten(0, -2)[is_clear]
+        return max(error_of(ours.into_mixer(x), given), error_of(found, out.flatten(0, -2)[is_clear]))
 
     return Finding(name, FusedLayer, min(map(error, fitting)), error_of_ours)
+
+
+def has_clear_experts(layer: nn.Module, seen: Observer, tokens: int) -> Tensor:
+    """[T] bool: of which tokens no two experts are equally good where the choice ends, so that only one is right. In 16
+    bits it happens."""
+    is_clear = torch.ones(tokens, dtype=torch.bool)
+    for module in layer.modules():
+        kind, call = ROUTERS.get(type(module).__name__), seen.call(module)
+        if (
+            kind is not None
+            and call is not None
+            and kind.is_plain(module)
+            and kind.of(module).bias_E is None
+            and len(call.args) == 1
+        ):
+            logits_TE, count = call.output[0].view(tokens, -1).float(), call.output[-1].shape[-1]
+            best = logits_TE.sort(descending=True).values
+            if count < best.shape[-1]:
+                is_clear &= best[:, count - 1] > best[:, count]
+    return is_clear
 
 
 def has_parts(module: nn.Module, kind: DecoderLayerKind, width: int) -> bool:
