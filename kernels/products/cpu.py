@@ -44,7 +44,7 @@ class _Product(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "packed", "bias", "out", "first_row", "row_of", "order")),
         *((name, c_int64) for name in ("rows", "x_stride")),
-        *((name, c_int32) for name in ("groups", "outputs", "depth", "kind")),
+        *((name, c_int32) for name in ("groups", "outputs", "depth", "kind", "out_kind")),
         ("codes", _Codes),
     ]
 
@@ -83,6 +83,7 @@ class PackedWeights:
             outputs=self.outputs,
             depth=self._steps * WORD_BYTES // weights.itemsize,
             kind=self._kind,
+            out_kind=self._kind,
         )
 
     @property
@@ -97,6 +98,14 @@ class PackedWeights:
     @property
     def _function(self) -> Any:
         return _library().intarsia_product
+
+    def widen(self) -> None:
+        """Results are float32 from now on, as they are summed."""
+        self._call.out_kind = cpp.KINDS[torch.float32]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return self.dtype if self._call.out_kind == self._kind else torch.float32
 
     def product(self, x_RI: Tensor) -> Tensor:
         """Of every row with the first group's weight. Returns [R,outputs]."""
@@ -113,7 +122,7 @@ class PackedWeights:
                 torch.mm(x_RI, weight.T, out=some)
             else:
                 torch.addmm(self._biases[0, here], x_RI, weight.T, out=some)
-        return out
+        return out.to(self.out_dtype)
 
     def call(self) -> Call:
         """The same as `product`, as one of a `CallList`. To be set: x, out, rows, x_stride."""
@@ -143,7 +152,7 @@ class PackedWeights:
             x_RI = F.pad(x_RI, (0, call.depth - self.inputs))
         if x_RI.stride(1) != 1:
             x_RI = x_RI.contiguous()
-        out = x_RI.new_empty(count, self.outputs)
+        out = x_RI.new_empty(count, self.outputs, dtype=self.out_dtype)
         call.x, call.out, call.rows, call.x_stride = x_RI.data_ptr(), out.data_ptr(), count, x_RI.stride(0)
         call.first_row, call.row_of = first_row, row_of
         self._function(ctypes.byref(call))
@@ -193,6 +202,7 @@ class PackedCodes(PackedWeights):
             outputs=self.outputs,
             depth=self.inputs + odd,
             kind=self._kind,
+            out_kind=self._kind,
             codes=_Codes(
                 **{name: tensor.data_ptr() for name, tensor in self._laid.items()},
                 groups=codes.scale.shape[-1],

@@ -24,6 +24,7 @@ struct Product {
     const int64_t* order;      // [depth]: which number of x's row meets each column, in integer products; null: the same
     int64_t rows, x_stride;    // x_stride: between rows, in numbers
     int32_t groups, outputs, depth, kind;  // kind of numbers: 0 float32, 1 bfloat16
+    int32_t out_kind;                      // of results: the same, or float32
     Codes codes;               // in place of `packed`, of all groups one after the other
 };
 
@@ -45,18 +46,26 @@ constexpr int most_vectors(int rows) {
 }
 
 // Rows [first, first + rows) of a panel's outputs, of their sums [rows][64].
-template <class T>
-void write_rows(const Product& a, int group, int panel, int64_t first, int64_t rows, float* sums) {
+template <class T, class Out>
+void write_rows_as(const Product& a, int group, int panel, int64_t first, int64_t rows, float* sums) {
     const int count = std::min(OUTPUTS, a.outputs - panel * OUTPUTS);
     const T* bias = a.bias ? static_cast<const T*>(a.bias) + int64_t(group) * a.outputs + panel * OUTPUTS : nullptr;
     for (int64_t r = 0; r < rows; r++, sums += OUTPUTS) {
-        T* out = static_cast<T*>(a.out) + (first + r) * a.outputs + panel * OUTPUTS;
+        Out* out = static_cast<Out*>(a.out) + (first + r) * a.outputs + panel * OUTPUTS;
         if (bias)
             for (int n = 0; n < count; n++) sums[n] += to_float(bias[n]);
         int n = 0;
         for (; n + LANES <= count; n += LANES) store(load(sums + n), out + n);
         for (; n < count; n++) from_float(sums[n], out + n);
     }
+}
+
+template <class T>
+void write_rows(const Product& a, int group, int panel, int64_t first, int64_t rows, float* sums) {
+    if (a.out_kind)
+        write_rows_as<T, T>(a, group, panel, first, rows, sums);
+    else
+        write_rows_as<T, float>(a, group, panel, first, rows, sums);
 }
 
 // Calls panel_of_rows(group, panel, first row, last row, room) for all there are; each thread has a `Room` of its own.

@@ -28,7 +28,7 @@ class _AddNorm(ctypes.Structure):
         ("rows", c_int64),
         *((name, _Norm) for name in ("after", "before")),
         ("added_scale", c_float),
-        *((name, c_int32) for name in ("width", "kind")),
+        *((name, c_int32) for name in ("width", "kind", "x_kind")),
     ]
 
 
@@ -79,10 +79,10 @@ def _run(call: Call) -> None:
 # -- norms and sums --------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
-    call = add_norm_call(x.shape[-1], x.dtype, before=norm)
+    out = torch.empty_like(x, dtype=dtype or x.dtype)
+    call = add_norm_call(x.shape[-1], out.dtype, before=norm, x_dtype=x.dtype)
     call.arguments.x, call.arguments.out = x.data_ptr(), out.data_ptr()
     call.arguments.rows = x.numel() // x.shape[-1]
     _run(call)
@@ -94,8 +94,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     x, added = x.contiguous(), added.contiguous()
     total = torch.empty_like(x)
-    out = total if before is None else torch.empty_like(x)
-    call = add_norm_call(x.shape[-1], x.dtype, after, before, added_scale)
+    out = total if before is None else torch.empty_like(added)
+    call = add_norm_call(x.shape[-1], added.dtype, after, before, added_scale, x.dtype)
     arguments = call.arguments
     arguments.x, arguments.added, arguments.sum = x.data_ptr(), added.data_ptr(), total.data_ptr()
     arguments.out = None if before is None else out.data_ptr()
@@ -105,11 +105,18 @@ def add_norm(
 
 
 def add_norm_call(
-    width: int, dtype: torch.dtype, after: Norm | None = None, before: Norm | None = None, added_scale: float = 1.0
+    width: int,
+    dtype: torch.dtype,
+    after: Norm | None = None,
+    before: Norm | None = None,
+    added_scale: float = 1.0,
+    x_dtype: torch.dtype | None = None,
 ) -> Call:
-    """To be set: x, added, sum, out, rows. The norms' scales are to be kept."""
+    """To be set: x, added, sum, out, rows. The norms' scales are to be kept. x_dtype: of x and sum, where it is float32
+    and the others are not"""
     norms = _norm(after), _norm(before)
-    arguments = _AddNorm(None, None, None, None, 0, *norms, added_scale, width, cpp.KINDS[dtype])
+    kinds = cpp.KINDS[dtype], cpp.KINDS[x_dtype or dtype]
+    arguments = _AddNorm(None, None, None, None, 0, *norms, added_scale, width, *kinds)
     return Call(_library().intarsia_add_norm, arguments)
 
 

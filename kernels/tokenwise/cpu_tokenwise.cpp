@@ -24,33 +24,37 @@ inline Vec rounded(Vec x) {
     return load(narrow);
 }
 
-// out = x / sqrt(mean(x^2) + eps) * scale. rounds_first: x / sqrt(..) becomes a T before it is scaled.
-template <class T>
-void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool rounds_first) {
+// The narrower kind only if both are: what is wide on one side is not rounded on the way.
+template <class A, class B>
+using Between = std::conditional_t<std::is_same_v<A, B>, A, float>;
+
+// out = x / sqrt(mean(x^2) + eps) * scale. rounds_first: x / sqrt(..) becomes a number of their kind before it is scaled.
+template <class T, class Out>
+void norm_row(const T* x, const float* scale, Out* out, int width, float eps, bool rounds_first) {
     const float shrink = 1.0f / std::sqrt(sum_of_squares(x, width) / float(width) + eps);
     int d = 0;
     for (; d + LANES <= width; d += LANES) {
         Vec v = load(x + d) * shrink;
-        if (rounds_first) v = rounded<T>(v);
+        if (rounds_first) v = rounded<Between<T, Out>>(v);
         store(v * load(scale + d), out + d);
     }
     for (; d < width; d++) {
-        T rounded;
+        Between<T, Out> rounded;
         from_float(to_float(x[d]) * shrink, &rounded);
         from_float((rounds_first ? to_float(rounded) : to_float(x[d]) * shrink) * scale[d], out + d);
     }
 }
 
 // sum = x + added, rounded once
-template <class T>
-void add_row(const T* x, const T* added, T* sum, int width) {
+template <class X, class T>
+void add_row(const X* x, const T* added, X* sum, int width) {
     int d = 0;
     for (; d + LANES <= width; d += LANES) store(load(x + d) + load(added + d), sum + d);
     for (; d < width; d++) from_float(to_float(x[d]) + to_float(added[d]), sum + d);
 }
 
-template <class T>
-void scale_row(const T* x, float scale, T* out, int width) {
+template <class T, class Out>
+void scale_row(const T* x, float scale, Out* out, int width) {
     int d = 0;
     for (; d + LANES <= width; d += LANES) store(load(x + d) * scale, out + d);
     for (; d < width; d++) from_float(to_float(x[d]) * scale, out + d);
@@ -134,7 +138,8 @@ struct Norm {
     int32_t rounds_first;
 };
 
-// sum = x + added_scale * after(added), out = before(sum). Rows of all are `width` long and dense.
+// sum = x + added_scale * after(added), out = before(sum). Rows of all are `width` long and dense. x and the sum are of
+// `x_kind`, which is the others' or float32.
 struct AddNorm {
     const void* x;
     const void* added;  // null: the sum is x, and not written
@@ -143,7 +148,7 @@ struct AddNorm {
     int64_t rows;
     Norm after, before;
     float added_scale;
-    int32_t width, kind;
+    int32_t width, kind, x_kind;
 };
 
 struct Gate {
@@ -170,24 +175,26 @@ struct Heads {
 
 namespace {
 
-template <class T>
+template <class X, class T>
 void add_norm(const AddNorm& a) {
-    const auto normed = [&](const T* from, const Norm& norm, T* to) {
-        norm_row(from, norm.scale, to, a.width, norm.eps, norm.rounds_first);
-    };
 #pragma omp parallel for schedule(static) if (a.rows * a.width >= WORTH_SHARING)
     for (int64_t row = 0; row < a.rows; row++) {
-        const T* sum = static_cast<const T*>(a.x) + row * a.width;
+        const X* sum = static_cast<const X*>(a.x) + row * a.width;
         if (a.added) {
             const T* added = static_cast<const T*>(a.added) + row * a.width;
-            T* to = static_cast<T*>(a.sum) + row * a.width;
-            // What is rounded between two steps rests where the sum will be, which is never where x is.
-            if (a.after.scale) normed(added, a.after, to), added = to;
-            if (a.added_scale != 1.0f) scale_row(added, a.added_scale, to, a.width), added = to;
-            add_row(sum, added, to, a.width);
+            X* to = static_cast<X*>(a.sum) + row * a.width;
+            // What is between two steps rests where the sum will be, which is never where x is.
+            if (a.after.scale) norm_row(added, a.after.scale, to, a.width, a.after.eps, a.after.rounds_first);
+            if (a.added_scale != 1.0f && a.after.scale) scale_row(to, a.added_scale, to, a.width);
+            if (a.added_scale != 1.0f && !a.after.scale) scale_row(added, a.added_scale, to, a.width);
+            if (a.added_scale != 1.0f || a.after.scale)
+                add_row(sum, to, to, a.width);
+            else
+                add_row(sum, added, to, a.width);
             sum = to;
         }
-        if (a.out) normed(sum, a.before, static_cast<T*>(a.out) + row * a.width);
+        T* out = static_cast<T*>(a.out) + row * a.width;
+        if (a.out) norm_row(sum, a.before.scale, out, a.width, a.before.eps, a.before.rounds_first);
     }
 }
 
@@ -283,7 +290,13 @@ void intarsia_prepare_heads(const Heads* h) {
 }
 
 void intarsia_add_norm(const AddNorm* a) {
-    with_kind(a->kind, [&](auto* number) { add_norm<std::remove_pointer_t<decltype(number)>>(*a); });
+    with_kind(a->kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        if (a->x_kind == a->kind)
+            add_norm<T, T>(*a);
+        else
+            add_norm<float, T>(*a);
+    });
 }
 
 void intarsia_gate(const Gate* g) {

@@ -7,6 +7,7 @@ import enum
 import math
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -74,7 +75,7 @@ class Operations(Protocol):
         """Whether this machine can compile them."""
         ...
 
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
+    def rms_norm(self, x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_norm(
         self, x: Tensor, added: Tensor, after: Norm | None, before: Norm | None, added_scale: float

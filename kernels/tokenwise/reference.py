@@ -14,22 +14,27 @@ _ACTIVATE = {
 }
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """x: [.., C]. Returns the same shape and dtype; sums are in float32."""
+def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
+    """x: [.., C]. Returns the same shape, and x's dtype or `dtype`; sums are in float32. Nothing is rounded on the way
+    from one dtype to another."""
+    dtype = dtype or x.dtype
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.rounds_first:
-        wide = wide.to(x.dtype)
-    return (wide * norm.scale).to(x.dtype)
+    if norm.rounds_first and dtype == x.dtype:
+        wide = wide.to(dtype)
+    return (wide * norm.scale).to(dtype)
 
 
 def add_norm(
     x: Tensor, added: Tensor, after: Norm | None = None, before: Norm | None = None, added_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """x + added_scale * after(added), and `before` of that, each [.., C]. A norm that is None changes nothing."""
-    added = added if after is None else rms_norm(added, after)
-    total = x + added * added_scale
-    return total, total if before is None else rms_norm(total, before)
+    """x + added_scale * after(added), and `before` of that, each [.., C]. A norm that is None changes nothing.
+
+    The sum is of x's dtype, which may be float32 where `added`, and what comes of `before`, are of 16 bits.
+    """
+    more = added.to(x.dtype) if after is None else rms_norm(added, after, x.dtype)
+    total = x + more * added_scale
+    return total, total if before is None else rms_norm(total, before, added.dtype)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -38,7 +38,8 @@ def _rows(x: Tensor) -> Tensor:
 # -- norms and sums --------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
+    assert dtype in (None, x.dtype), "on a GPU all is of one dtype"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _rows(x)
     _add_norm(rows, None, rows, out, None, norm, 1.0)

@@ -29,6 +29,7 @@ class LayerOfCalls(FusedLayer):
     few_rows: "FewRows"
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:
+        hidden_states = hidden_states.to(self.few_rows.x_dtype)  # what comes into the first layer
         if hidden_states.shape[1] > self.few_rows.most:
             return super().forward(hidden_states, **given)
         out = self.few_rows.run(hidden_states, given)
@@ -40,13 +41,14 @@ class Buffers:
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, width: int) -> Tensor:
+    def take(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """[MOST_FEW_ROWS,width]"""
-        if (name, width) not in self._tensors:
-            self._tensors[name, width] = torch.zeros(MOST_FEW_ROWS, width, dtype=self.dtype)
-        return self._tensors[name, width]
+        dtype = dtype or self.dtype
+        if (name, width, dtype) not in self._tensors:
+            self._tensors[name, width, dtype] = torch.zeros(MOST_FEW_ROWS, width, dtype=dtype)
+        return self._tensors[name, width, dtype]
 
 
 class FewRows:
@@ -55,12 +57,12 @@ class FewRows:
     Set before each run: the number of rows if it changes, where the layer's input and output lie, the angles.
     """
 
-    def __init__(self, parts: LayerParts, buffers: Buffers):
-        self._parts, self._buffers = parts, buffers
+    def __init__(self, parts: LayerParts, buffers: Buffers, x_dtype: torch.dtype):
+        """x_dtype: of what goes from layer to layer"""
+        self._parts, self._buffers, self.x_dtype = parts, buffers, x_dtype
         self._width = next(len(norm.scale) for norm in parts[:4] if norm is not None)
-        self._normed, self._added, self._total = (
-            buffers.take(name, self._width) for name in ("normed", "added", "total")
-        )
+        self._normed, self._added = (buffers.take(name, self._width) for name in ("normed", "added"))
+        self._total = buffers.take("total", self._width, x_dtype)
         # Calls with addresses that change from run to run.
         self._reads_x: list[Any] = []
         self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp)
@@ -84,7 +86,9 @@ class FewRows:
 
     def _into_mixer(self) -> Iterator[Step]:
         if self._parts.before_mixer is not None:
-            norm = native.add_norm_call(self._width, self._buffers.dtype, before=self._parts.before_mixer)
+            norm = native.add_norm_call(
+                self._width, self._buffers.dtype, before=self._parts.before_mixer, x_dtype=self.x_dtype
+            )
             norm.arguments.out = self._normed.data_ptr()
             self._reads_x.append(norm.arguments)
             yield norm
@@ -129,7 +133,9 @@ class FewRows:
         yield self._product(mlp.down, gated, self._added)
 
     def _sum_of(self, after: Norm | None, before: Norm | None) -> Call:
-        call = native.add_norm_call(self._width, self._buffers.dtype, after, before, self._parts.added_scale)
+        call = native.add_norm_call(
+            self._width, self._buffers.dtype, after, before, self._parts.added_scale, self.x_dtype
+        )
         call.arguments.added = self._added.data_ptr()
         call.arguments.out = None if before is None else self._normed.data_ptr()
         return call

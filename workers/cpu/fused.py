@@ -70,10 +70,11 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
         "streams": partial(_take_streams, stream_operations_of(device.type)),
         "norm": partial(_take_norm, operations),
         "activation": partial(_take_activation, operations),
-        "layer": partial(_take_layer, operations, buffers),
+        "layer": partial(_take_layer, operations, attention.dtype, buffers),
     }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
-    if operations is native:
+    if buffers is not None:
+        write_down(model, buffers)
         take_gates(model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what merged weights were made of is of other sizes than all that comes
@@ -257,7 +258,7 @@ def _own_heads(module: Any, projections: Sequence[Any]) -> tuple[int, int] | Non
 # -- decoder layers ----------------------------------------------------------------------------------------------------
 
 
-def _take_layer(operations: Operations, buffers: Buffers | None, module: Any) -> bool:
+def _take_layer(operations: Operations, dtype: torch.dtype, buffers: Buffers | None, module: Any) -> bool:
     """Its parts have been taken over before. buffers: on a CPU, which all layers share"""
     kind = _entry(DECODER_LAYERS, module)
     if kind is None or not kind.is_plain(module) or not (buffers is None or calls.is_available()):
@@ -267,13 +268,36 @@ def _take_layer(operations: Operations, buffers: Buffers | None, module: Any) ->
     if not all(norm is None or (type(norm) is FusedNorm and _is_as_written(norm)) for norm in norms):
         return False
     module.__class__ = FusedLayer if buffers is None else LayerOfCalls
-    module.operations, module.gives_weights = operations, kind.gives_weights
+    module.operations, module.gives_weights, module.dtype = operations, kind.gives_weights, dtype
     module.parts = LayerParts(
         *(None if norm is None else norm.norm for norm in norms),
         mixer=next(part for name in kind.mixers if (part := getattr(module, name, None)) is not None),
         mlp=getattr(module, kind.mlp),
         added_scale=1.0 if kind.added_scale is None else float(getattr(module, kind.added_scale)),
     )
-    if buffers is not None:
-        module.few_rows = FewRows(module.parts, buffers)
     return True
+
+
+def write_down(model: nn.Module, buffers: Buffers) -> None:
+    """Give layers their lists of calls. What goes from layer to layer is float32 where all layers of a stack can have
+    it so: each adds to it, and in 16 bits each would round it twice."""
+    wide: set[nn.Module] = set()
+    for stack in model.modules():
+        layers = [layer for part in stack.children() if isinstance(part, nn.ModuleList) for layer in part]
+        last = [child for child in stack.children() if isinstance(child, FusedNorm) and _is_as_written(child)]
+        if layers and len(last) == 1 and all(map(_reads_norms_alone, layers)):
+            wide.update(layers)
+            last[0].dtype = buffers.dtype
+    for layer in model.modules():
+        if isinstance(layer, LayerOfCalls):
+            layer.few_rows = FewRows(layer.parts, buffers, torch.float32 if layer in wide else buffers.dtype)
+
+
+def _reads_norms_alone(layer: nn.Module) -> bool:
+    """Whether nothing but norms reads what goes from layer to layer."""
+    return (
+        isinstance(layer, LayerOfCalls)
+        and _is_as_written(layer)
+        and layer.parts.before_mixer is not None
+        and layer.parts.before_mlp is not None
+    )

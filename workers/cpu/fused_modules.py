@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.paged_attention import GroupMeta
@@ -18,9 +19,10 @@ from ...kernels.tokenwise import triton as on_gpu
 class FusedNorm(nn.Module):
     norm: Norm
     operations: Operations
+    dtype: torch.dtype | None = None  # of what it gives; None: of what it is given
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operations.rms_norm(x, self.norm)
+        return self.operations.rms_norm(x, self.norm, self.dtype)
 
 
 class FusedActivation(nn.Module):
@@ -168,6 +170,7 @@ class FusedLayer(nn.Module):
     parts: LayerParts
     operations: Operations
     gives_weights: bool  # of attention, beside what it computes; ours has none
+    dtype: torch.dtype  # of what its parts are given and give; x may be float32 all the same
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:
         mixed = self.parts.mixer(hidden_states=self.into_mixer(hidden_states), **given)
@@ -175,7 +178,8 @@ class FusedLayer(nn.Module):
         return (out, None) if self.gives_weights else out
 
     def into_mixer(self, x: Tensor) -> Tensor:
-        return x if self.parts.before_mixer is None else self.operations.rms_norm(x, self.parts.before_mixer)
+        norm = self.parts.before_mixer
+        return x if norm is None else self.operations.rms_norm(x, norm, self.dtype)
 
     def from_mixer(self, x: Tensor, mixed: Tensor) -> Tensor:
         parts, add_norm = self.parts, self.operations.add_norm

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...kernels.products import (
     CodesLinear,
     IntegerCodesLinear,
+    NativeLinear,
     PackedEmbedding,
     PackedLinear,
     TritonLinear,
@@ -49,6 +51,14 @@ def pack_linears(
                 linear.lend(other)
             else:
                 take_embedding(other, linear)
+
+
+def widen_logits(module: nn.Module) -> None:
+    """Logits are float32, as they are summed, in models of 16 bits as well: rounded ones tie, and are off by as much as
+    all that a model rounds before."""
+    outputs = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+    if isinstance(outputs, NativeLinear):
+        outputs.packed.widen()
 
 
 def codes_linears(module: nn.Module) -> Iterator[CodesLinear]:

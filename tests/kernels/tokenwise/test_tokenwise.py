@@ -74,6 +74,26 @@ def test_sums_with_norms_around_them_are_the_reference(
     assert torch.equal(added, kept[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norms", ["neither", "after", "before", "both"])
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+def test_a_sum_may_be_wider_than_what_is_added_to_it(dtype: torch.dtype, norms: str, scale: float):
+    if not cpu.is_available():
+        pytest.skip("there is no C++ compiler")
+    x, added = torch.randn(7, 40), torch.randn(7, 40).to(dtype)
+    after, before = (
+        Norm(torch.randn(40), 1e-6, True) if norms in (name, "both") else None for name in ("after", "before")
+    )
+    total, normed = cpu.add_norm(x, added, after, before, scale)
+    their_total, their_normed = reference.add_norm(x, added, after, before, scale)
+    close(total, their_total)
+    close(normed, their_normed)
+    assert total.dtype is torch.float32
+    assert normed.dtype is (torch.float32 if before is None else dtype)
+    norm = Norm(torch.randn(40), 1e-6, True)
+    close(cpu.rms_norm(x, norm, dtype), reference.rms_norm(x, norm, dtype))
+
+
 GATINGS = [
     *map(Gating, Activation),
     Gating(Activation.SILU, 2.0, by_turns=True, steepness=1.702, added=1.0),

@@ -59,4 +59,4 @@ def test_steps_whose_products_go_torchs_way_are_not_of_few_rows(tmp_path: Path):
     layer = layers(workers)[0]
     assert layer.few_rows.most == MOST_FEW_ROWS
     layer.parts.mixer.qkv.torch_from_rows = 9
-    assert FewRows(layer.parts, Buffers(torch.float32)).most == 8
+    assert FewRows(layer.parts, Buffers(torch.float32), torch.float32).most == 8
