@@ -15,8 +15,6 @@ from ..toolchain import cpp
 from ..toolchain.calls import Call
 from .protocol import Activation, Gating, Norm, Rotary
 
-ANGLES_OF_ANY_DTYPE = False
-
 
 class _Norm(ctypes.Structure):
     _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
@@ -56,7 +54,7 @@ class _Heads(ctypes.Structure):
         *((name, c_int32) for name in ("query_norm_width", "key_norm_width")),
         *((name, c_int32) for name in ("rotary_dim", "angles", "in_pairs", "rounds_first")),
         ("eps", c_float),
-        ("kind", c_int32),
+        *((name, c_int32) for name in ("kind", "angle_kind")),
     ]
 
 
@@ -173,11 +171,16 @@ def prepare_heads(
     # Angles are read only where heads are rotated.
     if rotary:
         assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
-        assert cos_TR.dtype == sin_TR.dtype == qkv_TC.dtype, "angles are read as numbers of the tokens' dtype"
         cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+        arguments.angle_kind = angle_kind(cos_TR, qkv_TC.dtype)
         arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
         arguments.rotary_dim, arguments.angles = rotary_dim, cos_TR.shape[-1]
     _run(call)
+
+
+def angle_kind(cos_TR: Tensor, dtype: torch.dtype) -> int:
+    assert cos_TR.dtype in (dtype, torch.float32), "angles are of the tokens' dtype or float32"
+    return cpp.KINDS[cos_TR.dtype]
 
 
 def prepare_heads_call(
@@ -188,7 +191,7 @@ def prepare_heads_call(
     rotary: Rotary,
     dtype: torch.dtype,
 ) -> Call:
-    """To be set: tokens, rows, token_stride; and cos, sin, rotary_dim, angles where heads are rotated."""
+    """To be set: tokens, rows, token_stride; and cos, sin, rotary_dim, angles, angle_kind where heads are rotated."""
     query_norm, key_norm = norms
     some_norm = query_norm or key_norm
     arguments = _Heads(

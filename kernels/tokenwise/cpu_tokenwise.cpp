@@ -62,8 +62,8 @@ void scale_row(const T* x, float scale, Out* out, int width) {
 
 // Turns pairs of numbers of a head by the angles of its token: (i, i + half) or (2i, 2i + 1). The upper half may have
 // angles of its own, `upper` behind those of the lower.
-template <class T>
-void rotate_halves(T* head, const T* cos, const T* sin, int width, int upper) {
+template <class T, class Angle>
+void rotate_halves(T* head, const Angle* cos, const Angle* sin, int width, int upper) {
     const int half = width / 2;
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -78,8 +78,8 @@ void rotate_halves(T* head, const T* cos, const T* sin, int width, int upper) {
     }
 }
 
-template <class T>
-void rotate_pairs(T* head, const T* cos, const T* sin, int width) {
+template <class T, class Angle>
+void rotate_pairs(T* head, const Angle* cos, const Angle* sin, int width) {
     for (int i = 0; i + 1 < width; i += 2) {
         const float even = to_float(head[i]), odd = to_float(head[i + 1]);
         from_float(even * to_float(cos[i]) - odd * to_float(sin[i]), head + i);
@@ -168,7 +168,7 @@ struct Heads {
     int32_t query_norm_width, key_norm_width;  // a head's, or all heads'
     int32_t rotary_dim, angles, in_pairs, rounds_first;  // angles: rotary_dim, or half as many
     float eps;
-    int32_t kind;
+    int32_t kind, angle_kind;  // angles are of the tokens' kind or float32
 };
 
 }  // extern "C"
@@ -257,7 +257,7 @@ void gate(const Gate& g) {
     });
 }
 
-template <class T>
+template <class T, class Angle>
 void prepare_heads(const Heads& h) {
     const int query_width = h.heads * h.head_dim, key_width = h.kv_heads * h.head_dim;
 #pragma omp parallel for schedule(static) if (h.rows * (query_width + key_width) >= WORTH_SHARING)
@@ -271,8 +271,8 @@ void prepare_heads(const Heads& h) {
             for (int d = 0; d < key_width; d += h.key_norm_width)
                 norm_row(key + d, h.key_scale, key + d, h.key_norm_width, h.eps, h.rounds_first);
         if (!h.cos) continue;
-        const T* cos = static_cast<const T*>(h.cos) + t * h.angles;
-        const T* sin = static_cast<const T*>(h.sin) + t * h.angles;
+        const Angle* cos = static_cast<const Angle*>(h.cos) + t * h.angles;
+        const Angle* sin = static_cast<const Angle*>(h.sin) + t * h.angles;
         for (int d = 0; d < query_width + key_width; d += h.head_dim)
             if (h.in_pairs)
                 rotate_pairs(query + d, cos, sin, h.rotary_dim);
@@ -286,7 +286,13 @@ void prepare_heads(const Heads& h) {
 extern "C" {
 
 void intarsia_prepare_heads(const Heads* h) {
-    with_kind(h->kind, [&](auto* number) { prepare_heads<std::remove_pointer_t<decltype(number)>>(*h); });
+    with_kind(h->kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        if (h->angle_kind == h->kind)
+            prepare_heads<T, T>(*h);
+        else
+            prepare_heads<T, float>(*h);
+    });
 }
 
 void intarsia_add_norm(const AddNorm* a) {

@@ -66,11 +66,6 @@ class Places(NamedTuple):
 class Operations(Protocol):
     """What `cpu.py` and `triton.py` have in common: `reference.py` says what each computes."""
 
-    @property
-    def ANGLES_OF_ANY_DTYPE(self) -> bool:
-        """Whether cosines and sines may be of another dtype than heads."""
-        ...
-
     def is_available(self) -> bool:
         """Whether this machine can compile them."""
         ...

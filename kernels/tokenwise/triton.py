@@ -12,8 +12,6 @@ from ..toolchain import triton as gpu
 from ..toolchain.triton import power_of_two, row_warps
 from .protocol import Activation, Gating, Norm, Places, Rotary
 
-ANGLES_OF_ANY_DTYPE = True
-
 BLOCK = 1024
 """Numbers of a program where rows may be cut: eight for each of its threads, which is one load of 16 bytes."""
 WARPS = 4

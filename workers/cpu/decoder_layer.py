@@ -178,6 +178,7 @@ class FewRows:
         held = [angle[0].contiguous() for angle in angles]
         arguments, count = self._heads.arguments, held[0].shape[-1]
         arguments.cos, arguments.sin = held[0].data_ptr(), held[1].data_ptr()
+        arguments.angle_kind = native.angle_kind(held[0], self._buffers.dtype)
         arguments.angles, arguments.rotary_dim = count, count * self._parts.mixer.heads.angles_per_head
         return held
 

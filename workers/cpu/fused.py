@@ -9,6 +9,7 @@ through six layers of Gemma 3's kind took 8.6 ms on a CPU without this and 5.4 m
 two threads). On a GPU a layer of Gemma 3 is 10 kernels, not 83 (`tests/workers/test_gpu_launches.py`).
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -216,9 +217,6 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
     projections = [getattr(module, name) for name in ((kind.merged,) if kind.merged else PROJECTIONS)]
     if not _are_linear(projections):
         return False
-    dtype = projections[0].weight.dtype
-    if kind.angles_are_float32 and dtype != torch.float32 and not operations.ANGLES_OF_ANY_DTYPE:
-        return False
     norms: tuple[Norm | None, Norm | None] = (None, None)
     if kind.norms is not None and hasattr(module, kind.norms[0]):
         query_norm, key_norm = (_norm_of(getattr(module, name)) for name in kind.norms)
@@ -288,9 +286,24 @@ def write_down(model: nn.Module, buffers: Buffers) -> None:
         if layers and len(last) == 1 and all(map(_reads_norms_alone, layers)):
             wide.update(layers)
             last[0].dtype = buffers.dtype
+            _widen_angles(stack, layers)
     for layer in model.modules():
         if isinstance(layer, LayerOfCalls):
             layer.few_rows = FewRows(layer.parts, buffers, torch.float32 if layer in wide else buffers.dtype)
+
+
+def _widen_angles(stack: nn.Module, layers: Sequence[Any]) -> None:
+    """Cosines and sines are float32 where nothing but our own call reads them."""
+    mixers = [layer.parts.mixer for layer in layers]
+    if all(isinstance(mixer, FusedAttention) or not _is_given_angles(mixer) for mixer in mixers):
+        for child in stack.children():
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                # It gives them in the dtype of what it is given first, of which it reads nothing else.
+                child.register_forward_pre_hook(lambda _, given: (given[0][..., :0].float(), *given[1:]))
+
+
+def _is_given_angles(mixer: nn.Module) -> bool:
+    return "position_embeddings" in inspect.signature(type(mixer).forward).parameters
 
 
 def _reads_norms_alone(layer: nn.Module) -> bool:

@@ -228,7 +228,6 @@ class AttentionKind(NamedTuple):
     rotary: Rotary = Rotary.HALVES
     angles_per_head: int = 1  # how often a cosine is used in a head; 2 where both halves share theirs
     rotates: Callable[[Any], bool] = lambda module: True  # whether this layer does, if it is given angles
-    angles_are_float32: bool = False  # in a model of any dtype; our call has both in one
     norms: tuple[str, str] | None = None  # of queries and of keys, where the layer has them
     out: str = "o_proj"
     merged: str | None = None  # queries, keys and values in one product, where they are
@@ -260,10 +259,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
         norms=QK_NORMS, rotates=lambda layer: layer.sliding_window is None or layer.is_sliding
     ),
     "GptOssAttention": AttentionKind(angles_per_head=2),
-    **dict.fromkeys(
-        ("Olmo2Attention", "Olmo3Attention", "OlmoHybridAttention"),
-        AttentionKind(norms=QK_NORMS, angles_are_float32=True),
-    ),
+    **dict.fromkeys(("Olmo2Attention", "Olmo3Attention", "OlmoHybridAttention"), AttentionKind(norms=QK_NORMS)),
     "SmolLM3Attention": AttentionKind(rotates=lambda layer: bool(layer.use_rope)),
 }  # fmt: skip
 """Class of attention modules -> what they do to queries and keys before our attention."""

@@ -138,6 +138,9 @@ def test_activations_are_the_reference_and_each_number_has_the_same_bits_anywher
         assert torch.equal(native.activate(part, activation), found[3, first : first + count])
 
 
+WIDE_ANGLES = [(dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16)]
+
+
 @pytest.mark.parametrize(
     ("rotary", "own_angles"),
     [(Rotary.NONE, True), (Rotary.PAIRS, True), (Rotary.HALVES, True), (Rotary.HALVES, False)],
@@ -145,10 +148,11 @@ def test_activations_are_the_reference_and_each_number_has_the_same_bits_anywher
 )
 @pytest.mark.parametrize("norm_over", [None, "a head", "all heads"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (16, 16), (40, 10), (64, 32), (2, 2)])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "angle_dtype"), [*((each, each) for each in DTYPES), *WIDE_ANGLES])
 def test_heads_are_normed_and_rotated_as_the_reference_does(
     native: ModuleType,
     dtype: torch.dtype,
+    angle_dtype: torch.dtype,
     head_dim: int,
     rotary_dim: int,
     own_angles: bool,
@@ -166,8 +170,8 @@ def test_heads_are_normed_and_rotated_as_the_reference_does(
         kv_heads,
         head_dim,
         (queries, keys),
-        angles.cos().to(dtype),
-        angles.sin().to(dtype),
+        angles.cos().to(angle_dtype),
+        angles.sin().to(angle_dtype),
         rotary,
         rotary_dim,
     )

@@ -231,14 +231,14 @@ def streams_found(name: str, module: Any, seen: Observer) -> Finding | None:
 
 
 def attention_inputs(call: Call) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Hidden states [1,T,C], and the cosines and sines of positions [1,T,R] in their dtype, if there are such."""
+    """Hidden states [1,T,C], and the cosines and sines of positions [1,T,R] in their dtype or float32, if there are."""
     hidden, angles = (
         call.kwargs.get(name, call.args[n] if n < len(call.args) else None)
         for n, name in enumerate(("hidden_states", "position_embeddings"))
     )
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
         return None, None
-    has_angles = isinstance(angles, tuple) and angles[0].dtype == hidden.dtype
+    has_angles = isinstance(angles, tuple) and angles[0].dtype in (hidden.dtype, torch.float32)
     return hidden, angles if has_angles else None
 
 
