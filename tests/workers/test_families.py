@@ -1,6 +1,7 @@
 """The gate of every family: engine tokens equal transformers' full-recompute greedy tokens, whatever happens."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -202,22 +203,28 @@ def test_log_probabilities_equal_the_oracles(family: str, tiny: Callable):
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITH_IMAGES))
 def test_half_precision_errs_no_more_than_twice_as_much_as_transformers(family: str, tiny: Callable):
-    """Both against float32, over the tokens that the engine chose."""
+    """Both against float32, over the tokens that the engine chose. Of more prompts than the model has: where two
+    experts are all but equal, one token is off by as much as a hundred others, on either side."""
     model: TinyModel = tiny(family)
     exact, theirs = load_oracle(model.path), load_oracle(model.path, dtype=torch.bfloat16)
     greedy = replace(GREEDY, logprobs=0)
+    draw = random.Random(0)
+    vocabulary = exact.config.get_text_config().vocab_size
+    more = [[draw.randrange(1, vocabulary) for _ in prompt] for prompt in 2 * model.prompts]
+    prompts = [*model.prompts, *more]
 
     async def run() -> list[Completion]:
-        return await complete(await make_engine(model.path, dtype="bfloat16"), model.prompts, greedy)
+        return await complete(await make_engine(model.path, dtype="bfloat16"), prompts, greedy)
 
     our_error = their_error = 0.0
-    for prompt, completion in zip(model.prompts, asyncio.run(run()), strict=True):
+    for prompt, completion in zip(prompts, asyncio.run(run()), strict=True):
         chosen = torch.tensor(completion.token_ids).unsqueeze(1)
         true = log_probabilities(exact, prompt, completion.token_ids).gather(1, chosen).squeeze(1)
         their = log_probabilities(theirs, prompt, completion.token_ids).float().gather(1, chosen).squeeze(1)
         ours = torch.tensor([position.logprob for position in completion.logprobs])
         our_error += float((ours - true).abs().sum())
         their_error += float((their - true).abs().sum())
+    print(f"log-probabilities are off by {our_error:.2f} in all, those of transformers by {their_error:.2f}")
     assert our_error <= 2 * their_error
 
 

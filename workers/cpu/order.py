@@ -1,8 +1,8 @@
 """In which order a model sums, and what people are told about it.
 
 On a CPU kernels of our own sum in one order: a token's logits depend on its sequence alone, not on what is computed
-beside it or on how its prompt was cut. Where torch multiplies the rows of prompts much faster, as by matrix units, they
-go its way, unless `same_bits` asks for the order at any price.
+beside it or on how its prompt was cut. Where torch multiplies the rows of prompts much faster, they go its way, unless
+`same_bits` asks for the order at any price.
 
 On a GPU `same_bits` takes products of our own in place of torch's, so that a row's logits do not depend on the other
 rows of its step. They do depend on how its prompt was cut, since rows of one query and of several are computed by
