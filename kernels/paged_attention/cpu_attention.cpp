@@ -397,6 +397,16 @@ inline void add_slopes(const Tile<T>& tile, int m) {
     }
 }
 
+// S vectors of words of a value as float32, of which `there` numbers are there.
+template <class T, int S>
+inline void load_value(const T* value, int there, Lanes* numbers) {
+    if (S > 1 || there >= WIDTH * PER_WORD<T>)
+        for (int s = 0; s < S; s++)
+            widen<T>(kept(load_words(value + s * WIDTH * PER_WORD<T>)), numbers + s * PER_WORD<T>);
+    else
+        widen<T>(load_words(value, there), numbers);
+}
+
 // Values of the keys [low, high) are added to the sums of R rows: S vectors of words from number `d` on, of which `there`
 // numbers are there.
 template <class T, int R, int S>
@@ -411,11 +421,7 @@ inline void add_values(const Tile<T>& tile, int m, int low, int high, int d, int
     for (int t = low; t < high; t++) {
         const T* value = tile.values[t] + tile.value_offset + d;
         Lanes numbers[V];
-        if (S > 1 || there >= WIDTH * PER_WORD<T>)
-            for (int s = 0; s < S; s++)
-                widen<T>(kept(load_words(value + s * WIDTH * PER_WORD<T>)), numbers + s * PER_WORD<T>);
-        else
-            widen<T>(load_words(value, there), numbers);
+        load_value<T, S>(value, there, numbers);
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++)
                 sum[r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), sum[r][v]);
@@ -439,11 +445,7 @@ inline void add_values_as_tiles(const Tile<T>& tile, int m, int low, int high, i
         const auto add = [&](int t, auto place) {
             const T* value = tile.values[t] + tile.value_offset + d;
             Lanes numbers[V];
-            if (S > 1 || there >= WIDTH * PER_WORD<T>)
-                for (int s = 0; s < S; s++)
-                    widen<T>(kept(load_words(value + s * WIDTH * PER_WORD<T>)), numbers + s * PER_WORD<T>);
-            else
-                widen<T>(load_words(value, there), numbers);
+            load_value<T, S>(value, there, numbers);
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < V; v++)
                     chains[place][r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), chains[place][r][v]);
