@@ -29,35 +29,47 @@
 
 extern "C" {
 
-struct Attention {
+struct Step {  // what all layers of one mask have in common
+    const int64_t *page, *offset;  // [T]: where new tokens go
+    const int32_t* block_table;    // [rows, table_width]
+    const int32_t *queries, *kv_len;  // [rows]
+    int32_t tokens, rows, table_width, block_tokens;
+    int32_t window, chunk, is_causal;  // tokens, 0: none
+};
+
+struct Layer {
     const void* query;           // [T, H, Dk], its last axis dense
     const void* pages;           // [pages, tokens, K, content], its last axis dense
     void* out;                   // [T, H, Dv], dense
     const float* sinks;          // [H] or null
     const float* slopes;         // [H] or null: by which scores fall with each token of distance
-    const int32_t* block_table;  // [rows, table_width]
-    const int32_t *queries, *kv_len;                // [rows]
     int64_t query_token_stride, query_head_stride;  // all strides in numbers
     int64_t page_stride, page_token_stride, page_head_stride;
     int64_t value_offset;        // from a key to its value
-    int32_t rows, heads, kv_heads, key_dim, value_dim, block_tokens, table_width;
-    int32_t window, chunk, is_causal;  // tokens, 0: none
+    int32_t heads, kv_heads, key_dim, value_dim;
     float scale, softcap;        // scale is positive; softcap 0: none
     int32_t kind;                // of numbers: 0 float32, 1 bfloat16, 2 float16
 };
 
+struct Attend {
+    const Step* step;
+    Layer layer;
+};
+
 struct Write {
+    const Step* step;
     const void *key, *value;   // [T, K, Dk] and [T, K, Dv], last axes dense
     void* pages;
-    const int64_t *page, *offset;  // [T]
     int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
     int64_t page_stride, page_token_stride, page_head_stride;
-    int32_t tokens, kv_heads, key_bytes, value_bytes, itemsize;
+    int32_t kv_heads, key_bytes, value_bytes, itemsize;
 };
 
 }  // extern "C"
 
 namespace {
+
+struct Attention : Step, Layer {};
 
 constexpr int KEYS = 64, SEGMENT = 512;  // these two are part of the order
 constexpr int VECTORS = KEYS / WIDTH;
@@ -217,7 +229,7 @@ struct Scratch {
 };
 template <class T>
 struct Room {  // of one thread
-    Scratch query, keys, values, scores, done, segment;
+    Scratch query, columns, keys, values, scores, done, segment;
     const T *tokens[KEYS], *ahead[KEYS];
     const Item* next;  // what this thread is likely to do next, or null
     Tiles tiles;
@@ -579,7 +591,8 @@ bool pair_values(const Attention& a, const Shape& shape, int from, int to, Room<
     return !endless;
 }
 
-// Rows [begin, end) meet the gathered keys and values, at most `Tiles::MOST_ROWS` at once. seen(m): what a row sees
+// Rows [begin, end) meet the gathered keys, where their scores are not known yet, and values, at most `Tiles::MOST_ROWS` at
+// once. seen(m): what a row sees
 template <class T, class Function>
 void rows_in_tiles(const Tile<T>& tile, int begin, int end, Room<T>& room, Function seen) {
     const Shape& shape = tile.shape;
@@ -591,7 +604,8 @@ void rows_in_tiles(const Tile<T>& tile, int begin, int end, Room<T>& room, Funct
     for (int b = 0; b < blocks; b++) {
         const int from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
         const TileRows query{tile.query + int64_t(from) * shape.words, shape.words * 4, to - from};
-        room.tiles.multiply(query, tile.keys, shape.words, true, tile.scores + int64_t(from) * KEYS, KEYS, fetch_nothing);
+        float* to_scores = tile.scores + int64_t(from) * KEYS;
+        if (tile.keys) room.tiles.multiply(query, tile.keys, shape.words, true, to_scores, KEYS, fetch_nothing);
         // Neighbours that see the same keys are weighed together.
         for (int m = from, next; m < to; m = next) {
             const Span keys = seen(m);
@@ -624,27 +638,56 @@ void rows_in_tiles(const Tile<T>& tile, int begin, int end, Room<T>& room, Funct
     }
 }
 
+// Whether keys can be read where they lie, sixteen tokens as a tile.
+inline bool has_tiles_in_pages(const Attention& a, const Shape& shape) {
+    return shape.is_in_tiles && a.block_tokens % TILE == 0 && a.key_dim == PER_WORD<bfloat16> * shape.words;
+}
+
+// Scores of a single query's few rows, of keys where they lie. What else is in a tile of keys has scores that nobody reads.
+template <class T>
+void scores_where_keys_lie(const Tile<T>& tile, int from, int to, Room<T>& room) {
+    const int rows = tile.shape.group, begin = from / TILE * TILE;
+    const void* first[KEYS / TILE];
+    for (int t = begin; t < to; t += TILE) {
+        const int known = std::max(t, from);
+        first[(t - begin) / TILE] = room.tokens[known] - (known - t) * tile.a.page_token_stride;
+    }
+    alignas(64) float by_key[KEYS * Tiles::FEW];
+    room.tiles.meet_few_columns(first, (to - begin + TILE - 1) / TILE, tile.a.page_token_stride * sizeof(T),
+                                reinterpret_cast<const uint32_t*>(room.columns.of(0)), tile.shape.words, by_key);
+    const Words places = (Words)(LANE_NUMBERS * Tiles::FEW);
+    for (int r = 0; r < rows; r++)
+        for (int t = begin; t < to; t += WIDTH)
+            store_lanes(_mm512_i32gather_ps(places, by_key + (t - begin) * Tiles::FEW + r, 4), tile.scores + r * KEYS + t);
+}
+
 // The tile that begins at `start`, of whose keys [from, to) are seen.
 template <class T>
 void in_matrix_units(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to,
                      Room<T>& room, State state) {
+    const bool is_direct = item.count == 1 && shape.group <= Tiles::FEW && has_tiles_in_pages(a, shape);
+    // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
+    const auto fetch_ahead = [&](int t, int w) {
+        for (int i = 0; i < WIDTH / 4; i++) {
+            const T* token = room.ahead[t + w / 4 % 4 * (WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
+            prefetch_far(token), prefetch_far(token + a.value_offset);
+        }
+    };
     if (item.count == 1) {
-        fill_up(room.tokens, from, to);
         look_ahead(a, item, start + KEYS, room);
-        // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
-        gather_keys(a, shape, from, to, room, [&](int t, int w) {
-            for (int i = 0; i < WIDTH / 4; i++) {
-                const T* token = room.ahead[t + w / 4 % 4 * (WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
-                prefetch_far(token), prefetch_far(token + a.value_offset);
-            }
-        });
+        if (is_direct)
+            for (int t = from / WIDTH * WIDTH; t < to; t += WIDTH)
+                for (int w = 0; w < shape.words; w += 4) fetch_ahead(t, w);
+        else
+            gather_keys(a, shape, from, to, room, fetch_ahead);
     } else {
         gather_keys(a, shape, from, to, room, [](int, int) {});
     }
     const bool is_finite = pair_values(a, shape, from, to, room);
     const Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)),
-                       reinterpret_cast<const uint32_t*>(room.keys.of(0)), room.tokens, 0,
+                       is_direct ? nullptr : reinterpret_cast<const uint32_t*>(room.keys.of(0)), room.tokens, 0,
                        room.scores.of(int64_t(item.count) * shape.group * KEYS), state, item, start};
+    if (is_direct) scores_where_keys_lie(tile, from, to, room);
     const auto seen_by = [&](int m) { return a.is_causal ? seen_of_tile(a, item, m / shape.group, start) : Span{from, to}; };
     const Span some = a.is_causal ? queries_that_see(a, item, start, start + KEYS - 1) : Span{0, item.count};
     if (is_finite) return rows_in_tiles(tile, some.begin * shape.group, some.end * shape.group, room, seen_by);
@@ -667,7 +710,7 @@ void do_tile(const Attention& a, const Shape& shape, const Item& item, int start
     const bool is_direct = item.count == 1 && rows <= DIRECT_ROWS;
 #if HAS_TILES
     if constexpr (std::is_same_v<T, bfloat16>)
-        if (shape.is_in_tiles && !is_direct)
+        if (shape.is_in_tiles && (!is_direct || has_tiles_in_pages(a, shape)))
             return in_matrix_units(a, shape, item, start, from - start, to - start, room, state);
 #endif
     Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)), nullptr, room.tokens, a.value_offset,
@@ -718,6 +761,12 @@ void fetch(const Attention& a, const Shape& shape, const Item& item, Room<T>& ro
             store_lanes(words, to);
         }
     }
+#if HAS_TILES
+    if (item.count > 1 || shape.group > Tiles::FEW || !has_tiles_in_pages(a, shape)) return;
+    float* columns = room.columns.of(int64_t(shape.words) * Tiles::FEW);
+    for (int m = 0; m < shape.group; m++)
+        for (int w = 0; w < shape.words; w++) columns[w * Tiles::FEW + m] = query[m * shape.words + w];
+#endif
 }
 
 template <class T>
@@ -850,8 +899,9 @@ void attend(const Attention& a) {
 
 extern "C" {
 
-void intarsia_attend(const Attention* a) {
-    with_kind(a->kind, [&](auto* number) { attend<std::remove_pointer_t<decltype(number)>>(*a); });
+void intarsia_attend(const Attend* a) {
+    const Attention attention{*a->step, a->layer};
+    with_kind(a->layer.kind, [&](auto* number) { attend<std::remove_pointer_t<decltype(number)>>(attention); });
 }
 
 void intarsia_write(const Write* w) {
@@ -859,10 +909,11 @@ void intarsia_write(const Write* w) {
     const auto* values = static_cast<const char*>(w->value);
     auto* pages = static_cast<char*>(w->pages);
     const int64_t size = w->itemsize;
-#pragma omp parallel for schedule(static) if (w->tokens > 256)
-    for (int t = 0; t < w->tokens; t++)
+    const Step& step = *w->step;
+#pragma omp parallel for schedule(static) if (step.tokens > 256)
+    for (int t = 0; t < step.tokens; t++)
         for (int h = 0; h < w->kv_heads; h++) {
-            char* to = pages + size * (w->page[t] * w->page_stride + w->offset[t] * w->page_token_stride +
+            char* to = pages + size * (step.page[t] * w->page_stride + step.offset[t] * w->page_token_stride +
                                        h * w->page_head_stride);
             std::memcpy(to, keys + size * (t * w->key_token_stride + h * w->key_head_stride), w->key_bytes);
             std::memcpy(to + w->key_bytes,

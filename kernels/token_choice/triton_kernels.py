@@ -107,7 +107,7 @@ def score_blocks(
 def _order(score):
     """The uint32 of the same order: both zeros are equal."""
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit

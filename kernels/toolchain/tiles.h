@@ -51,6 +51,7 @@ struct alignas(64) TileLayout {
 class Tiles {
   public:
     static constexpr int MOST_ROWS = 2 * TILE;
+    static constexpr int FEW = 8;      // columns, of `meet_few_columns`
     static constexpr int FETCHES = 4;  // for sixteen words of a panel, whatever rows there are
 
     ~Tiles() {
@@ -82,6 +83,26 @@ class Tiles {
                               Sums{sums + upper * sum_stride, 4 * sum_stride, is_new}, fetch);
     }
 
+    // The same sums the other way around, of few columns: sums[r][n] = sum over w of rows[r][w] * columns[w][n]. Sixteen
+    // rows each lie side by side, and the n-th sixteen begin at first[n]. words: whole tiles; columns: [words][FEW];
+    // sums: [16 * sixteens][FEW]
+    void meet_few_columns(const void* const* first, int sixteens, int64_t stride_bytes, const uint32_t* columns,
+                          int64_t words, float* sums) {
+        lay_out_for_few_columns();
+        asm volatile("" : : "r"(columns), "r"(sums) : "memory");
+        for (int n = 0; n < sixteens; n++) {
+            const char* rows = static_cast<const char*>(first[n]);
+            _tile_zero(0);
+            for (int64_t w = 0; w < words; w += TILE) {
+                _tile_loadd(4, rows + 4 * w, stride_bytes);
+                _tile_loadd(6, columns + w * FEW, 4 * FEW);
+                _tile_dpbf16ps(0, 4, 6);
+            }
+            _tile_stored(0, sums + n * TILE * FEW, 4 * FEW);
+        }
+        asm volatile("" : : "r"(sums) : "memory");
+    }
+
   private:
     struct Sums {
         float* first;
@@ -96,6 +117,15 @@ class Tiles {
         TileLayout layout;
         const int rows[] = {upper, upper, lower, lower, upper, lower, TILE, TILE};
         for (int t = 0; t < 8; t++) layout.rows[t] = uint8_t(rows[t]), layout.row_bytes[t] = 4 * TILE;
+        _tile_loadconfig(&layout);
+    }
+
+    // Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 of columns.
+    void lay_out_for_few_columns() {
+        if (upper_ == FEW_COLUMNS) return;
+        upper_ = FEW_COLUMNS;
+        TileLayout layout;
+        for (int t = 0; t < 8; t++) layout.rows[t] = TILE, layout.row_bytes[t] = t < 4 || t > 5 ? 4 * FEW : 4 * TILE;
         _tile_loadconfig(&layout);
     }
 
@@ -169,7 +199,8 @@ class Tiles {
         _tile_stored(3, others.first + TILE, others.stride_bytes);
     }
 
-    int upper_ = 0, lower_ = 0;
+    static constexpr int FEW_COLUMNS = -1;  // in place of a number of rows
+    int upper_ = 0, lower_ = 0;  // as tiles are laid out; 0: not yet
     alignas(64) uint32_t rest_[TILE * COLUMNS];
 };
 

@@ -1,4 +1,5 @@
-// Tells torch's CPU build that there is one CUDA device. Without it torch refuses to make a tensor that says cuda:0.
+// Tells torch that there is one CUDA device. Without it torch refuses to make a tensor that says cuda:0; where torch is
+// built for CUDA, this takes the place of what asks the driver.
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -20,10 +20,8 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 
-def build_guard() -> Path | None:
-    """The compiled library; None where torch has a guard of its own. Raises `RuntimeError` if it cannot be compiled."""
-    if torch.backends.cuda.is_built():
-        return None
+def build_guard() -> Path:
+    """The compiled library. Raises `RuntimeError` if it cannot be compiled."""
     key = sha256(f"{SOURCE.read_text()} {torch.__version__} {compiler()}".encode()).hexdigest()[:20]
     target = cache_folder() / f"pretended-cuda-{key}.so"
     if not target.exists():
@@ -32,10 +30,8 @@ def build_guard() -> Path | None:
 
 
 def load_guard() -> None:
-    """From now on torch takes it that there is a CUDA device."""
-    library = build_guard()
-    if library is not None:
-        ctypes.CDLL(str(library))
+    """From now on torch takes it that there is a CUDA device, this one also where torch is built for real ones."""
+    ctypes.CDLL(str(build_guard()))
 
 
 def _compile(target: Path) -> None:

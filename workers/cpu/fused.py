@@ -13,6 +13,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from ...kernels.tokenwise import cpu as native
 from ...kernels.tokenwise import triton as on_gpu
 from ...kernels.toolchain import calls
 from ..layers.attention import PagedAttention
-from .decoder_layer import Buffers, FewRows, LayerOfCalls
+from .decoder_layer import Buffers, LayerOfCalls
 from .fused_modules import (
     FusedActivation,
     FusedAttention,
@@ -40,12 +41,14 @@ from .fused_modules import (
     FusedRouter,
     FusedStreams,
     Heads,
+    LayerAttention,
     LayerParts,
     WritingAttention,
 )
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS, STREAMS, StreamsKind
 from .gates import take_gates
 from .linear import merge_linears
+from .stack import Stack
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
     }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
     if buffers is not None:
-        write_down(model, buffers)
+        write_down(model, buffers, attention)
         take_gates(model)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what merged weights were made of is of other sizes than all that comes
@@ -235,7 +238,7 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
         WritingAttention if writes else FusedAttention,
         qkv=merge_linears(projections),
         out=getattr(module, kind.out),
-        attend=attention.attend_layer(module.layer_idx),
+        attend=LayerAttention(attention, module.layer_idx),
         heads=parts,
     )
     return True
@@ -266,6 +269,7 @@ def _take_layer(operations: Operations, dtype: torch.dtype, buffers: Buffers | N
     if not all(norm is None or (type(norm) is FusedNorm and _is_as_written(norm)) for norm in norms):
         return False
     module.__class__ = FusedLayer if buffers is None else LayerOfCalls
+    module.stack, module.x_dtype = None, dtype
     module.operations, module.gives_weights, module.dtype = operations, kind.gives_weights, dtype
     module.parts = LayerParts(
         *(None if norm is None else norm.norm for norm in norms),
@@ -276,20 +280,28 @@ def _take_layer(operations: Operations, dtype: torch.dtype, buffers: Buffers | N
     return True
 
 
-def write_down(model: nn.Module, buffers: Buffers) -> None:
-    """Give layers their lists of calls. What goes from layer to layer is float32 where all layers of a stack can have
-    it so: each adds to it, and in 16 bits each would round it twice."""
-    wide: set[nn.Module] = set()
-    for stack in model.modules():
-        layers = [layer for part in stack.children() if isinstance(part, nn.ModuleList) for layer in part]
-        last = [child for child in stack.children() if isinstance(child, FusedNorm) and _is_as_written(child)]
-        if layers and len(last) == 1 and all(map(_reads_norms_alone, layers)):
-            wide.update(layers)
+def write_down(model: nn.Module, buffers: Buffers, attention: PagedAttention) -> None:
+    """Put layers into stacks. What goes from layer to layer is float32 where all layers of a module can have it so:
+    each adds to it, and in 16 bits each would round it twice."""
+    for owner in model.modules():
+        layers: list[Any] = [layer for part in owner.children() if isinstance(part, nn.ModuleList) for layer in part]
+        last = [child for child in owner.children() if isinstance(child, FusedNorm) and _is_as_written(child)]
+        is_wide = bool(layers) and len(last) == 1 and all(map(_reads_norms_alone, layers))
+        if is_wide:
             last[0].dtype = buffers.dtype
-            _widen_angles(stack, layers)
-    for layer in model.modules():
-        if isinstance(layer, LayerOfCalls):
-            layer.few_rows = FewRows(layer.parts, buffers, torch.float32 if layer in wide else buffers.dtype)
+            _widen_angles(owner, layers)
+        for is_ours, some in groupby(layers, lambda layer: isinstance(layer, LayerOfCalls) and _is_as_written(layer)):
+            if is_ours:
+                _stack(list(some), buffers, attention, torch.float32 if is_wide else buffers.dtype)
+
+
+def _stack(layers: list[Any], buffers: Buffers, attention: PagedAttention, x_dtype: torch.dtype) -> None:
+    for layer in layers:
+        layer.x_dtype = x_dtype
+    width = next(len(norm.scale) for norm in layers[0].parts[:4] if norm is not None)
+    stack = Stack(layers, buffers, attention, width)
+    for layer in layers:
+        layer.stack = stack
 
 
 def _widen_angles(stack: nn.Module, layers: Sequence[Any]) -> None:

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.paged_attention import GroupMeta
+from ...kernels.paged_attention import GroupMeta, LayerParams
 from ...kernels.routing import Operations as RoutingOperations
 from ...kernels.routing import Routing
 from ...kernels.streams import Mixing
 from ...kernels.streams import Operations as StreamOperations
 from ...kernels.tokenwise import Activation, Gating, Norm, Operations, Places, Rotary
 from ...kernels.tokenwise import triton as on_gpu
+from ..layers.attention import PagedAttention
 
 
 class FusedNorm(nn.Module):
@@ -70,12 +71,26 @@ class FusedStreams(nn.Module):
         return after_TN.unsqueeze(0), mixed_TNN.unsqueeze(0), collapsed_TC.unsqueeze(0)
 
 
+class LayerAttention(NamedTuple):
+    """`PagedAttention.attend_packed` of one layer, with the constants it was learnt to have."""
+
+    attention: PagedAttention
+    layer: int
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, write: Any = None) -> Tensor:
+        return self.attention.attend_packed(q_THD, k_TKD, v_TKD, self.layer, self.params, write)
+
+    @property
+    def params(self) -> LayerParams:
+        return self.attention.params[self.layer]
+
+
 class FusedAttention(nn.Module):
     """Queries, keys and values in one product, normed and rotated in place, then attended to."""
 
     qkv: nn.Linear
     out: nn.Linear
-    attend: Callable[..., Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
+    attend: LayerAttention
     heads: "Heads"
 
     def forward(

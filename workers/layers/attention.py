@@ -6,7 +6,6 @@ pages. No mask is built and no cache object exists.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,11 +50,11 @@ class PagedAttention(Recordable):
     """
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
-        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
+        self.layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
         self.dtype = dtype
         self._device = device
-        self._backend: Backend | None = None  # None: learning, and each token sees itself alone
-        self._views: dict[int, Tensor] = {}
+        self.learnt: Backend | None = None  # None: it is learning, and each token sees itself alone
+        self.views: dict[int, Tensor] = {}  # of each layer's pages; another dict for other pages
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
         self._block_tokens: dict[int, int] = {}
@@ -71,14 +70,14 @@ class PagedAttention(Recordable):
         setattr(module, _QUERY_SCALE, query_scale)
 
     def forget_pages(self) -> None:
-        self._views = {}
+        self.views = {}
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         """Attend over these pages from now on."""
-        self._backend = None
-        self._views = pages.tokens
+        self.learnt = None
+        self.views = pages.tokens
         masks = step_masks(plan)
-        for index in self._layers:
+        for index in self.layers:
             g, n = pages.place_of(index)
             self._mask_of[index] = masks.index((g, plan.groups[g].mask_of(n)))
             self._block_tokens[index] = plan.groups[g].block_tokens
@@ -90,21 +89,21 @@ class PagedAttention(Recordable):
 
         Raises `UnsupportedModel`, and what `choose` does when no backend covers them.
         """
-        self._backend = None
+        self.learnt = None
         forward()
-        silent = sorted(set(self._layers) - set(self._needs))
+        silent = sorted(set(self.layers) - set(self._needs))
         if silent:
             raise UnsupportedModel(
                 f"layers {', '.join(map(str, silent))} compute their attention in a way of their own, which cannot be "
                 "paged",
                 field="model",
             )
-        self._backend = choose(list(dict.fromkeys(self._needs.values())))
+        self.learnt = choose(list(dict.fromkeys(self._needs.values())))
 
     @property
     def backend(self) -> Backend:
-        assert self._backend is not None, "learn first"
-        return self._backend
+        assert self.learnt is not None, "learn first"
+        return self.learnt
 
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         """The block tables and lengths of the next forward pass, one batch for each of `step_masks`.
@@ -112,8 +111,8 @@ class PagedAttention(Recordable):
         positions_T: of the packed tokens in their sequences, on the device.
         """
         self.positions_T = positions_T
-        if self._backend is not None:
-            self._metas = [self._backend.prepare(batch, self._device) for batch in batches]
+        if self.learnt is not None:
+            self._metas = [self.learnt.prepare(batch, self._device) for batch in batches]
 
     def resume(self, metas: list[GroupMeta], positions_T: Tensor) -> None:
         """Run the next forward pass over metadata that was prepared elsewhere."""
@@ -133,28 +132,28 @@ class PagedAttention(Recordable):
         if torch.compiler.is_compiling():
             return torch.ops.intarsia.attend(q_THD, k_TKD, v_TKD, layer, self._number)
         value_dim = params.latent_values or v_TKD.shape[-1]
-        if self._backend is None:
+        if self.learnt is None:
             self.params[layer] = params
-            check_written(self._layers, layer, k_TKD, v_TKD)
+            check_written(self.layers, layer, k_TKD, v_TKD)
             block_tokens, heads = self._block_tokens[layer], q_THD.shape[1]
-            self._needs[layer] = needs_of(self._layers[layer], heads, params, self.dtype, block_tokens, self._any_bytes)
+            self._needs[layer] = needs_of(self.layers[layer], heads, params, self.dtype, block_tokens, self._any_bytes)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
-        meta, view = self._metas[self._mask_of[layer]], self._views[layer]
-        if self._layers[layer].shares is None:  # else its source has written them, in this very step
-            (write or self._backend.write)(view, k_TKD, v_TKD, meta)
-        self._backend.attend(q_THD, view, params, meta, out_THD)
+        meta, view = self.meta_of(layer), self.views[layer]
+        if self.layers[layer].shares is None:  # else its source has written them, in this very step
+            (write or self.learnt.write)(view, k_TKD, v_TKD, meta)
+        self.learnt.attend(q_THD, view, params, meta, out_THD)
         return out_THD
+
+    def meta_of(self, layer: int) -> GroupMeta:
+        """Of the step that is under way."""
+        return self._metas[self._mask_of[layer]]
 
     @property
     def is_constant(self) -> bool:
         """Whether nothing of what layers attend by is made anew in each step: a compiler sees constants alone."""
         return not self.gathers and all(params.biases is None for params in self.params.values())
-
-    def attend_layer(self, layer: int) -> Callable[..., Tensor]:
-        """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
-        return partial(self.attend_packed, layer=layer, params=self.params[layer])
 
 
 def _intarsia_attention(

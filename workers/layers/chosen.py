@@ -158,7 +158,7 @@ class ChoosingAttention(EntryAttention):
             index - ENTRIES: view for index, view in alone.items() if index - ENTRIES not in self._entries_of
         }
         for layer in alone:
-            if layer - ENTRIES in self._layers and self._layers[layer - ENTRIES].shares is not None:
+            if layer - ENTRIES in self.layers and self.layers[layer - ENTRIES].shares is not None:
                 self._check_blocks(layer - ENTRIES, plan)
 
     def _check_blocks(self, layer: int, plan: MemoryPlan) -> None:
@@ -189,13 +189,13 @@ class ChoosingAttention(EntryAttention):
         asks: bool = True,
     ) -> Tensor:
         """As `attend_packed`, to what `choice` says. asks: it is this layer's own."""
-        if self._backend is None:
+        if self.learnt is None:
             self._can_be_recorded &= choice.has_frames
             return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
-        place, view = self._mask_of[layer], self._views[layer]
+        place, view = self._mask_of[layer], self.views[layer]
         meta = self._metas[place]
-        if self._layers[layer].shares is None:  # else its source has written them, in this very step
-            self._backend.write(view, k_TKD, v_TKD, meta)
+        if self.layers[layer].shares is None:  # else its source has written them, in this very step
+            self.learnt.write(view, k_TKD, v_TKD, meta)
         if asks:
             choice.keep(self, layer, meta)
         out_THV = q_THD.new_empty(*q_THD.shape[:2], params.latent_values or v_TKD.shape[2])

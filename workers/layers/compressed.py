@@ -93,17 +93,17 @@ class CompressingAttention(EntryAttention):
         params: LayerParams,
     ) -> Tensor:
         """Write what is new of one layer, make the entries that are complete, then attend. [T,H,D]"""
-        if self._backend is None:
+        if self.learnt is None:
             return self.attend_packed(q_THD, kv_T1D, kv_T1D[..., :0], layer, params)
         kind = Kind(self._places[layer], self._lies[layer], None if index is None else index.most)
-        self._backend.write(self._views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
+        self.learnt.write(self.views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
         self.give(layer, given_TC, make)
         frame, out_THD = self._frame, torch.empty_like(q_THD)
         gathered = self._gathered(layer, kind, index) if frame is None else self._in_frame(frame, layer, kind, index)
         for part, pages in gathered:
             q_NHD = q_THD[part.tokens].contiguous()
             out_NHD = torch.empty_like(q_NHD)
-            self._backend.attend(q_NHD, pages, params, part.gathered, out_NHD)
+            self.learnt.attend(q_NHD, pages, params, part.gathered, out_NHD)
             out_THD[part.tokens] = out_NHD
         return out_THD
 
@@ -125,7 +125,7 @@ class CompressingAttention(EntryAttention):
         assert window_tokens is not None, "these layers have windows"
         most = rows.longest // kind.entries.tokens if kind.most is None else kind.most
         sight = Sight(window_tokens, most, -(-(window_tokens + most) // WIDTH) * WIDTH)
-        window, entries = self._views[layer][:, :, 0], self.entries(layer)[:, :, 0]
+        window, entries = self.views[layer][:, :, 0], self.entries(layer)[:, :, 0]
 
         def lengths(positions: np.ndarray) -> np.ndarray:
             in_window = np.minimum(positions + 1, window_tokens)
@@ -152,7 +152,7 @@ class CompressingAttention(EntryAttention):
 
     def _pages_of(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:
         """A page for each query: [N,width,1,D]."""
-        window, entries = self._views[layer], self.entries(layer)
+        window, entries = self.views[layer], self.entries(layer)
         pages = window.new_zeros(len(part.gathered.token_page) * part.width, 1, window.shape[3])
         pages[part.window_to_L] = window[part.window_page_L, part.window_offset_L]
         pages[part.entry_to_L] = entries[self.entry_places(layer, part.table_RP, part.entry_row_L, entry_L)]

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from intarsia.kernels.tokenwise import cpu as native
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import make_checkpoint, prompts_of
 from intarsia.tests.workers.cpu.test_fused import FUSED
-from intarsia.workers.cpu.decoder_layer import MOST_FEW_ROWS, Buffers, FewRows, LayerOfCalls
+from intarsia.workers.cpu.decoder_layer import MOST_FEW_ROWS, LayerOfCalls
+from intarsia.workers.cpu.stack import Stack
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
@@ -33,7 +33,8 @@ def answers(path: Path, dtype: str, few_rows: bool) -> list[Any]:
         workers = LocalWorkers()
         engine = await make_engine(path, workers, dtype=dtype, max_num_batched_tokens=48)
         for layer in layers(workers):
-            layer.few_rows.most = MOST_FEW_ROWS if few_rows else 0
+            assert isinstance(layer.stack, Stack)
+            layer.stack.most = MOST_FEW_ROWS if few_rows else 0
         return await complete(engine, prompts, params, images)
 
     return [(answer.token_ids, answer.logprobs) for answer in asyncio.run(ask())]
@@ -44,19 +45,3 @@ def answers(path: Path, dtype: str, few_rows: bool) -> list[Any]:
 def test_a_layer_has_the_same_bits_by_its_calls_and_by_its_modules(family: str, dtype: str, tmp_path: Path):
     path = make_checkpoint(family, tmp_path / family)
     assert answers(path, dtype, few_rows=True) == answers(path, dtype, few_rows=False)
-
-
-def test_a_layer_enters_python_once_where_all_but_its_attention_is_ours(tmp_path: Path):
-    workers = LocalWorkers()
-    asyncio.run(make_engine(make_checkpoint("gemma3", tmp_path / "gemma3"), workers))
-    for layer in layers(workers):
-        assert len(layer.few_rows._segments) == 3  # calls, attention, calls
-
-
-def test_steps_whose_products_go_torchs_way_are_not_of_few_rows(tmp_path: Path):
-    workers = LocalWorkers()
-    asyncio.run(make_engine(make_checkpoint("llama", tmp_path / "llama"), workers))
-    layer = layers(workers)[0]
-    assert layer.few_rows.most == MOST_FEW_ROWS
-    layer.parts.mixer.qkv.torch_from_rows = 9
-    assert FewRows(layer.parts, Buffers(torch.float32), torch.float32).most == 8

@@ -48,13 +48,13 @@ class World:
         self._layers = self._compression.layers(0, item_bytes=4)
         plan = plan_memory(self._layers, PlanSettings(4 << 20, block_tokens, "partitioned"))
         self.attention = EntryAttention(self._layers, torch.float32, CPU)
-        self.attention._backend = _Backend()  # type: ignore[assignment]
+        self.attention.learnt = _Backend()  # type: ignore[assignment]
         pages = Pages(plan, self._layers, torch.float32, CPU)
         for buffer in pages._whole:
             for view in buffer:
                 view.fill_(255)  # NaN, where nothing was written
         self.attention.use(pages, plan)
-        self.attention._backend = _Backend()  # type: ignore[assignment]
+        self.attention.learnt = _Backend()  # type: ignore[assignment]
         self._masks = step_masks(plan)
         blocks = -(-max(lengths) // block_tokens)
         self._table = 1 + np.random.default_rng(0).permutation(len(lengths) * blocks).reshape(-1, blocks)
