@@ -13,6 +13,7 @@ from ..kernels.transfer import Arrival
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
+from .huge_pages import zeros
 
 
 class Pages:
@@ -27,10 +28,7 @@ class Pages:
 
     def __init__(self, plan: MemoryPlan, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
-        buffers = [
-            torch.zeros(size + _spare_bytes(plan, n), dtype=torch.uint8, device=device)
-            for n, size in enumerate(plan.buffers)
-        ]
+        buffers = [zeros(size + _spare_bytes(plan, n), device) for n, size in enumerate(plan.buffers)]
         specs = {(layer.index, layer.reach.keeps): layer for layer in layers}
         self.tokens: dict[int, Tensor] = {}  # layer -> view
         self.beside_tokens: dict[int, Tensor] = {}  # layer -> view [blocks, block_tokens, numbers], of some

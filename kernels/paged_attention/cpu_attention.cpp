@@ -15,6 +15,9 @@
 // lanes are keys (scores) and numbers of a value (sums). A single query turns keys around in registers and reads values
 // where they lie; many queries gather both first. Long items are cut further, between segments, where threads are idle.
 //
+// What a single query reads comes from memory, so it takes several kv heads at once, tile after tile: all that a page has of
+// them is read in a line, which is several times as fast as the parts of one head.
+//
 // Where the processor has matrix units (`tiles.h`), both products of bfloat16 are theirs: weights become bfloat16, and what a
 // query does not see weighs zero. A single query's products are done in vectors, in the very order of those units.
 
@@ -77,6 +80,7 @@ constexpr int ROWS = 6;                  // of a product whose sums stay in regi
 constexpr int DIRECT_ROWS = REGISTERS / 4;  // beside a square of keys that is turned around
 constexpr int ITEM_ROWS = 384;           // what is summed for them should stay in a core's second cache
 constexpr int LEAST_ROWS = 48;
+constexpr int LEAST_PARTS = 3;           // of the work, for each thread, if it can be cut
 constexpr float LOG2_E = 1.44269504f, NOWHERE = -3e38f;
 
 template <class T>
@@ -115,8 +119,8 @@ inline int last_to_see(const Attention& a, int position) {
     return a.window ? position + a.window - 1 : INT_MAX / 2;
 }
 
-struct Item {  // queries [first, first + count) of a row, and the query heads of one kv head
-    int row, first, count, kv_head;
+struct Item {  // queries [first, first + count) of a row, and the query heads of some kv heads: of one if there are more queries
+    int row, first, count, kv_head, kv_heads;
     int position;    // of the first one
     int begin, end;  // positions that they see
     int64_t token;   // the first one, among those of all rows
@@ -227,10 +231,31 @@ struct Scratch {
         return lines.data()->numbers;
     }
 };
+
+// Tokens that are read soon. They are fetched from memory meanwhile, some lines at a time, in the order in which they lie.
+template <class T>
+struct Ahead {
+    static constexpr int LINE_BYTES = 64;
+    const T* const* tokens;
+    int from, end;    // of the tokens
+    int line, lines;  // of one of them
+
+    // Lines to fetch at each of so many times.
+    int at_each(int times) const { return ((end - from) * lines - line + times - 1) / times; }
+    void fetch(int count) {
+        for (; count > 0 && from < end; count--) {
+            prefetch_far(reinterpret_cast<const char*>(tokens[from]) + line * LINE_BYTES);
+            if (++line == lines) line = 0, from++;
+        }
+    }
+};
+
 template <class T>
 struct Room {  // of one thread
     Scratch query, columns, keys, values, scores, done, segment;
-    const T *tokens[KEYS], *ahead[KEYS];
+    const T *tokens[KEYS], *next_tokens[KEYS];
+    Span next_seen;    // of the latter
+    int next_lines;    // of each of them
     const Item* next;  // what this thread is likely to do next, or null
     Tiles tiles;
 };
@@ -268,15 +293,24 @@ void fill_up(const T** tokens, int from, int to) {
     std::fill(tokens + to, tokens + KEYS, tokens[from]);
 }
 
-// Finds the tokens that are to be fetched from memory in advance: the tile at `start`, or the first one of the next item.
+// Finds the tokens that are to be fetched from memory in advance: of the tile at `start`, or of the first one of the next item.
 template <class T>
 void look_ahead(const Attention& a, const Item& item, int start, Room<T>& room) {
     const bool is_here = start < item.end;
-    if (!is_here && !room.next) return std::copy_n(room.tokens, KEYS, room.ahead), void();
+    if (!is_here && !room.next) return;
     const Item& owner = is_here ? item : *room.next;
     const int from = is_here ? start : owner.begin, first = from / KEYS * KEYS, to = std::min(first + KEYS, owner.end);
-    locate(a, owner, first, from, to, room.ahead);
-    fill_up(room.ahead, from - first, to - first);
+    locate(a, owner, first, from, to, room.next_tokens);
+    room.next_seen = {from - first, to - first};
+    const int64_t numbers = (owner.kv_heads - 1) * a.page_head_stride + std::max<int64_t>(a.key_dim, a.value_offset + a.value_dim);
+    room.next_lines = int((numbers * sizeof(T) + Ahead<T>::LINE_BYTES - 1) / Ahead<T>::LINE_BYTES);
+}
+
+// While one of several heads is computed, its share of them is fetched.
+template <class T>
+Ahead<T> share_of(const Room<T>& room, int head, int heads) {
+    const auto [from, end] = room.next_seen;
+    return {room.next_tokens, from + (end - from) * head / heads, from + (end - from) * (head + 1) / heads, 0, room.next_lines};
 }
 
 // How matrix units sum: of sixteen words the first numbers by themselves and the second ones, then both, then on to the rest.
@@ -314,20 +348,17 @@ inline void scores_of(const Tile<T>& tile, int m, int low, int high) {
 
 // The same for the few rows of a single query, of keys where they lie. AS_TILES: see `Chains`
 template <class T, int R, bool AS_TILES>
-void scores_in_place(const Tile<T>& tile, const T* const* tokens, const T* const* ahead, int low, int high) {
+void scores_in_place(const Tile<T>& tile, const T* const* tokens, Ahead<T> ahead, int low, int high) {
     // Vectors at once, since each sum is a chain.
     constexpr int U = std::min((R < 3 ? 4 : R < 5 ? 2 : 1) / (AS_TILES && R > 1 && R < 5 ? 2 : 1), VECTORS);
     using Sum = std::conditional_t<AS_TILES, Chains, Lanes>;
     const int words = tile.shape.words, whole = tile.a.key_dim / (4 * PER_WORD<T>) * 4;
-    const int last = (tile.a.key_dim + PER_WORD<T> - 1) / PER_WORD<T>;
-    for (int t = low / (U * WIDTH) * (U * WIDTH); t < high; t += U * WIDTH) {
+    const int last = (tile.a.key_dim + PER_WORD<T> - 1) / PER_WORD<T>, begin = low / (U * WIDTH) * (U * WIDTH);
+    const int lines = ahead.at_each((high - begin + U * WIDTH - 1) / (U * WIDTH) * ((last + 3) / 4));
+    for (int t = begin; t < high; t += U * WIDTH) {
         Sum sum[U][R] = {};
         const auto add = [&](int w, int count, auto load) {
-            // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
-            for (int i = 0; i < U * WIDTH / 4; i++) {
-                const T* token = ahead[t + w / 4 % 4 * (U * WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
-                prefetch_far(token), prefetch_far(token + tile.value_offset);
-            }
+            ahead.fetch(lines);
             Words keys[U][4];
             for (int u = 0; u < U; u++)
                 load_turned([&](int i) { return load(tokens[t + u * WIDTH + i] + w * PER_WORD<T>); }, keys[u]);
@@ -528,14 +559,13 @@ void rows_of_tile(const Tile<T>& tile, int begin, int end, int low, int high) {
     }
 }
 
-// Keys [from, to) of a tile as columns. fetch(t, w): called for each WIDTH keys and four words
-template <class T, class Function>
-void gather_keys(const Attention& a, const Shape& shape, int from, int to, Room<T>& room, Function fetch) {
+// Keys [from, to) of a tile as columns.
+template <class T>
+void gather_keys(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
     float* keys = room.keys.of(int64_t(shape.words + 3) * KEYS);
     alignas(16) static const T nothing[4 * PER_WORD<T>] = {};
     for (int t = from / WIDTH * WIDTH; t < to; t += WIDTH)
         for (int w = 0; w < shape.words; w += 4) {
-            fetch(t, w);
             const int there = std::min(4 * PER_WORD<T>, a.key_dim - w * PER_WORD<T>);
             Words square[4];
             load_turned(
@@ -568,26 +598,32 @@ constexpr int PAIRS = KEYS / 2;
 static_assert(KEYS == COLUMNS && WIDTH == TILE, "a tile of keys is a panel");
 
 // Values of the keys [from, to) as panels of 64 numbers: a word has a number of two keys. The even numbers of each 32 come
-// first, as in all sums. Returns whether all are finite.
-template <class T>
-bool pair_values(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
+// first, as in all sums. CHECKS: returns whether all are finite
+template <class T, bool CHECKS>
+bool pair_values(const Attention& a, const Shape& shape, int from, int to, Ahead<T> ahead, Room<T>& room) {
     float* panels = room.values.of(int64_t(PAIRS) * shape.width);
     const Words exponents = all_words(0x7F807F80u);
+    constexpr __mmask32 UPPER = 0xAAAAAAAAu;
     __mmask32 endless = 0;
-    for (int t = 0; t < KEYS; t += 2)
+    const int lines = ahead.at_each(PAIRS);
+    for (int t = 0; t < KEYS; t += 2) {
+        ahead.fetch(lines);
         for (int d = 0; d < shape.width; d += 2 * WIDTH) {
             const auto numbers_of = [&](int key) {
                 const bool is_there = from <= key && key < to && d < a.value_dim;
                 return is_there ? load_words(room.tokens[key] + a.value_offset + d, a.value_dim - d) : Words{};
             };
             const Words first = numbers_of(t), second = numbers_of(t + 1);
-            endless |= _mm512_cmpeq_epi16_mask(first & exponents, exponents) |
-                       _mm512_cmpeq_epi16_mask(second & exponents, exponents);
+            if (CHECKS)
+                endless |= _mm512_cmpeq_epi16_mask(first & exponents, exponents) |
+                           _mm512_cmpeq_epi16_mask(second & exponents, exponents);
             float* panel = panels + (int64_t(d / COLUMNS) * PAIRS + t / 2) * COLUMNS + d % COLUMNS;
-            const Words low = _mm512_srli_epi32(low_halves(first), 16), high = _mm512_srli_epi32(high_halves(first), 16);
-            store_lanes(as_lanes(low | low_halves(second)), panel);
-            store_lanes(as_lanes(high | high_halves(second)), panel + WIDTH);
+            const Words even = _mm512_mask_blend_epi16(UPPER, first, _mm512_slli_epi32(second, 16));
+            const Words odd = _mm512_mask_blend_epi16(UPPER, _mm512_srli_epi32(first, 16), second);
+            store_lanes(as_lanes(even), panel);
+            store_lanes(as_lanes(odd), panel + WIDTH);
         }
+    }
     return !endless;
 }
 
@@ -643,91 +679,80 @@ inline bool has_tiles_in_pages(const Attention& a, const Shape& shape) {
     return shape.is_in_tiles && a.block_tokens % TILE == 0 && a.key_dim == PER_WORD<bfloat16> * shape.words;
 }
 
-// Scores of a single query's few rows, of keys where they lie. What else is in a tile of keys has scores that nobody reads.
+// Scores of a single query's few rows, of keys where they lie. A tile's keys that are not seen have scores that are not read.
+// columns: the query's words, each of all rows
 template <class T>
-void scores_where_keys_lie(const Tile<T>& tile, int from, int to, Room<T>& room) {
+void scores_where_keys_lie(const Tile<T>& tile, const uint32_t* columns, int from, int to, Room<T>& room) {
     const int rows = tile.shape.group, begin = from / TILE * TILE;
     const void* first[KEYS / TILE];
     for (int t = begin; t < to; t += TILE) {
         const int known = std::max(t, from);
         first[(t - begin) / TILE] = room.tokens[known] - (known - t) * tile.a.page_token_stride;
     }
-    alignas(64) float by_key[KEYS * Tiles::FEW];
-    room.tiles.meet_few_columns(first, (to - begin + TILE - 1) / TILE, tile.a.page_token_stride * sizeof(T),
-                                reinterpret_cast<const uint32_t*>(room.columns.of(0)), tile.shape.words, by_key);
-    const Words places = (Words)(LANE_NUMBERS * Tiles::FEW);
+    alignas(64) float by_key[KEYS * TILE];
+    room.tiles.meet_columns(first, (to - begin + TILE - 1) / TILE, tile.a.page_token_stride * sizeof(T), columns, rows,
+                            tile.shape.words, by_key);
+    const Words places = (Words)(LANE_NUMBERS * TILE);
     for (int r = 0; r < rows; r++)
         for (int t = begin; t < to; t += WIDTH)
-            store_lanes(_mm512_i32gather_ps(places, by_key + (t - begin) * Tiles::FEW + r, 4), tile.scores + r * KEYS + t);
+            store_lanes(_mm512_i32gather_ps(places, by_key + (t - begin) * TILE + r, 4), tile.scores + r * KEYS + t);
 }
 
-// The tile that begins at `start`, of whose keys [from, to) are seen.
+// The tile that begins at `start`, of whose keys [from, to) are seen. head: which of the item's, which are computed in turn
 template <class T>
-void in_matrix_units(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to,
-                     Room<T>& room, State state) {
-    const bool is_direct = item.count == 1 && shape.group <= Tiles::FEW && has_tiles_in_pages(a, shape);
-    // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
-    const auto fetch_ahead = [&](int t, int w) {
-        for (int i = 0; i < WIDTH / 4; i++) {
-            const T* token = room.ahead[t + w / 4 % 4 * (WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
-            prefetch_far(token), prefetch_far(token + a.value_offset);
-        }
-    };
-    if (item.count == 1) {
-        look_ahead(a, item, start + KEYS, room);
-        if (is_direct)
-            for (int t = from / WIDTH * WIDTH; t < to; t += WIDTH)
-                for (int w = 0; w < shape.words; w += 4) fetch_ahead(t, w);
-        else
-            gather_keys(a, shape, from, to, room, fetch_ahead);
-    } else {
-        gather_keys(a, shape, from, to, room, [](int, int) {});
-    }
-    const bool is_finite = pair_values(a, shape, from, to, room);
-    const Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)),
+void in_matrix_units(const Attention& a, const Shape& shape, const Item& item, int head, int start, int from, int to,
+                     Ahead<T> ahead, Room<T>& room, State state) {
+    const int rows = item.count * shape.group;
+    const bool is_direct = item.count == 1 && rows <= TILE && has_tiles_in_pages(a, shape);
+    if (!is_direct) gather_keys(a, shape, from, to, room);
+    // A single query sees all of these, so that what is no number is one in its sums.
+    const bool is_finite = item.count == 1 ? pair_values<T, false>(a, shape, from, to, ahead, room)
+                                           : pair_values<T, true>(a, shape, from, to, ahead, room);
+    const uint32_t* columns = reinterpret_cast<const uint32_t*>(room.columns.of(0)) + head * shape.words * TILE;
+    const Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)) + int64_t(head) * rows * shape.words,
                        is_direct ? nullptr : reinterpret_cast<const uint32_t*>(room.keys.of(0)), room.tokens, 0,
-                       room.scores.of(int64_t(item.count) * shape.group * KEYS), state, item, start};
-    if (is_direct) scores_where_keys_lie(tile, from, to, room);
+                       room.scores.of(int64_t(rows) * KEYS), state, item, start};
+    if (is_direct) scores_where_keys_lie(tile, columns, from, to, room);
     const auto seen_by = [&](int m) { return a.is_causal ? seen_of_tile(a, item, m / shape.group, start) : Span{from, to}; };
     const Span some = a.is_causal ? queries_that_see(a, item, start, start + KEYS - 1) : Span{0, item.count};
     if (is_finite) return rows_in_tiles(tile, some.begin * shape.group, some.end * shape.group, room, seen_by);
     // What is no number would be one in no sum, even where it weighs zero: each query has the values that it sees.
     for (int m = some.begin * shape.group; m < some.end * shape.group; m += shape.group) {
         const Span seen = seen_by(m);
-        pair_values(a, shape, seen.begin, seen.end, room);
+        pair_values<T, false>(a, shape, seen.begin, seen.end, ahead, room);
         rows_in_tiles(tile, m, m + shape.group, room, seen_by);
     }
 }
 
 #endif
 
-// The tile that begins at `start`, of whose keys those at [from, to) are seen.
+// The tile that begins at `start`, of whose keys those at [from, to) are seen. head: which of the item's heads, all of which
+// are computed in turn; `item` is of this one
 template <class T>
-void do_tile(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to, Room<T>& room,
-             State state) {
+void do_tile(const Attention& a, const Shape& shape, const Item& item, int head, int start, int from, int to,
+             Ahead<T> ahead, Room<T>& room, State state) {
     const int rows = item.count * shape.group;
     locate(a, item, start, from, to, room.tokens);
     const bool is_direct = item.count == 1 && rows <= DIRECT_ROWS;
+    if (item.count == 1) fill_up(room.tokens, from - start, to - start);
 #if HAS_TILES
     if constexpr (std::is_same_v<T, bfloat16>)
         if (shape.is_in_tiles && (!is_direct || has_tiles_in_pages(a, shape)))
-            return in_matrix_units(a, shape, item, start, from - start, to - start, room, state);
+            return in_matrix_units(a, shape, item, head, start, from - start, to - start, ahead, room, state);
 #endif
-    Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)), nullptr, room.tokens, a.value_offset,
-                 room.scores.of(int64_t(rows) * KEYS), state, item, start};
+    const uint32_t* query = reinterpret_cast<const uint32_t*>(room.query.of(0)) + int64_t(head) * rows * shape.words;
+    Tile<T> tile{a, shape, query, nullptr, room.tokens, a.value_offset, room.scores.of(int64_t(rows) * KEYS), state, item, start};
     if (is_direct) {
-        fill_up(room.tokens, from - start, to - start);
-        look_ahead(a, item, start + KEYS, room);
         with_constant(rows, [&](auto count) {
             constexpr int R = std::min<int>(count, DIRECT_ROWS);
             if (shape.is_in_tiles)
-                scores_in_place<T, R, HAS_TILES && PER_WORD<T> == 2>(tile, room.tokens, room.ahead, from - start, to - start);
+                scores_in_place<T, R, HAS_TILES && PER_WORD<T> == 2>(tile, room.tokens, ahead, from - start, to - start);
             else
-                scores_in_place<T, R, false>(tile, room.tokens, room.ahead, from - start, to - start);
+                scores_in_place<T, R, false>(tile, room.tokens, ahead, from - start, to - start);
         });
         return rows_of_tile(tile, 0, rows, from - start, to - start);
     }
-    gather_keys(a, shape, from - start, to - start, room, [](int, int) {});
+    gather_keys(a, shape, from - start, to - start, room);
     gather_values(a, shape, from - start, to - start, room);
     tile.keys = reinterpret_cast<const uint32_t*>(room.keys.of(0)), tile.value_offset = 0;
     if (!a.is_causal) return rows_of_tile(tile, 0, rows, from - start, to - start);
@@ -748,13 +773,22 @@ void do_tile(const Attention& a, const Shape& shape, const Item& item, int start
 
 // ---- An item, and all of them
 
-// The item's queries, side by side; what is no number of theirs is zero.
+// The item as it is for one of its heads.
+inline Item of_head(const Item& item, int head) {
+    Item own = item;
+    own.kv_head += head, own.kv_heads = 1;
+    return own;
+}
+
+// The item's queries, side by side, head by head; what is no number of theirs is zero.
 template <class T>
 void fetch(const Attention& a, const Shape& shape, const Item& item, Room<T>& room) {
-    float* query = room.query.of(int64_t(item.count) * shape.group * shape.words + WIDTH);
-    for (int m = 0; m < item.count * shape.group; m++) {
-        const T* from = static_cast<const T*>(a.query) + (item.token + m / shape.group) * a.query_token_stride +
-                        (item.kv_head * shape.group + m % shape.group) * a.query_head_stride;
+    const int rows = item.count * shape.group;
+    float* query = room.query.of(int64_t(item.kv_heads) * rows * shape.words + WIDTH);
+    for (int m = 0; m < item.kv_heads * rows; m++) {
+        const int head = item.kv_head + m / rows, row = m % rows;
+        const T* from = static_cast<const T*>(a.query) + (item.token + row / shape.group) * a.query_token_stride +
+                        (head * shape.group + row % shape.group) * a.query_head_stride;
         for (int w = 0; w < shape.words; w += WIDTH) {
             const Lanes words = as_lanes(load_words(from + w * PER_WORD<T>, a.key_dim - w * PER_WORD<T>));
             float* to = query + int64_t(m) * shape.words + w;  // the next row, or room to spare, is behind it
@@ -762,52 +796,86 @@ void fetch(const Attention& a, const Shape& shape, const Item& item, Room<T>& ro
         }
     }
 #if HAS_TILES
-    if (item.count > 1 || shape.group > Tiles::FEW || !has_tiles_in_pages(a, shape)) return;
-    float* columns = room.columns.of(int64_t(shape.words) * Tiles::FEW);
-    for (int m = 0; m < shape.group; m++)
-        for (int w = 0; w < shape.words; w++) columns[w * Tiles::FEW + m] = query[m * shape.words + w];
+    if (item.count > 1 || shape.group > TILE || !has_tiles_in_pages(a, shape)) return;
+    float* columns = room.columns.of(int64_t(item.kv_heads) * shape.words * TILE);
+    for (int m = 0; m < item.kv_heads * rows; m++)
+        for (int w = 0; w < shape.words; w++)
+            columns[(m / rows * shape.words + w) * TILE + m % rows] = query[m * shape.words + w];
 #endif
 }
 
+// States of an item's heads, one after another.
+struct States {
+    const Shape& shape;
+    float* room;
+    int heads, rows;  // rows of each
+
+    static int64_t size(const Shape& shape, const Item& item) {
+        return item.kv_heads * shape.state_size(item.count * shape.group);
+    }
+    State of(int head) const { return shape.state(room + head * shape.state_size(rows), rows); }
+    void clear() const {
+        for (int h = 0; h < heads; h++) ::clear(shape, of(h), rows);
+    }
+    void merge(const States& segment) const {
+        for (int h = 0; h < heads; h++) ::merge(shape, of(h), segment.of(h), rows);
+    }
+};
+
+inline States states_of(const Shape& shape, const Item& item, float* room) {
+    return {shape, room, item.kv_heads, item.count * shape.group};
+}
+
 template <class T>
-void do_segment(const Attention& a, const Shape& shape, const Item& item, int from, int to, Room<T>& room, State state) {
-    clear(shape, state, item.count * shape.group);
-    for (int start = from / KEYS * KEYS; start < to; start += KEYS)
-        do_tile(a, shape, item, start, std::max(start, from), std::min(start + KEYS, to), room, state);
+void finish(const Attention& a, const Shape& shape, const Item& item, const States& states) {
+    for (int h = 0; h < item.kv_heads; h++) finish<T>(a, shape, of_head(item, h), states.of(h));
+}
+
+template <class T>
+void do_segment(const Attention& a, const Shape& shape, const Item& item, int from, int to, Room<T>& room, States states) {
+    states.clear();
+    for (int start = from / KEYS * KEYS; start < to; start += KEYS) {
+        room.next_seen = {0, 0};
+        if (item.count == 1) look_ahead(a, item, start + KEYS, room);
+        for (int h = 0; h < item.kv_heads; h++)
+            do_tile(a, shape, of_head(item, h), h, start, std::max(start, from), std::min(start + KEYS, to),
+                    share_of(room, h, item.kv_heads), room, states.of(h));
+    }
 }
 
 inline int end_of_segment(const Item& item, int from) { return std::min(item.end, from / SEGMENT * SEGMENT + SEGMENT); }
 
 template <class T>
 void do_item(const Attention& a, const Shape& shape, const Item& item, Room<T>& room) {
-    const int rows = item.count * shape.group;
-    const State done = shape.state(room.done.of(shape.state_size(rows)), rows);
-    clear(shape, done, rows);
+    const States done = states_of(shape, item, room.done.of(States::size(shape, item)));
+    done.clear();
     for (int from = item.begin; from < item.end; from = end_of_segment(item, from)) {
         if (from == item.begin) {
             do_segment(a, shape, item, from, end_of_segment(item, from), room, done);
         } else {
-            const State segment = shape.state(room.segment.of(shape.state_size(rows)), rows);
+            const States segment = states_of(shape, item, room.segment.of(States::size(shape, item)));
             do_segment(a, shape, item, from, end_of_segment(item, from), room, segment);
-            merge(shape, done, segment, rows);
+            done.merge(segment);
         }
     }
     finish<T>(a, shape, item, done);
 }
 
 // Those that see most come first, so that no thread is left alone with one of them.
-std::vector<Item> items_of(const Attention& a, const Shape& shape, int item_queries) {
+// single_heads: how many kv heads a single query takes at once
+std::vector<Item> items_of(const Attention& a, int item_queries, int single_heads) {
     std::vector<Item> items;
     int64_t token = 0;
     for (int row = 0; row < a.rows; token += a.queries[row++])
-        for (int first = 0; first < a.queries[row]; first += item_queries)
-            for (int head = 0; head < a.kv_heads; head++) {
-                const int count = std::min(item_queries, a.queries[row] - first);
-                const int position = a.kv_len[row] - a.queries[row] + first;
-                items.push_back({row, first, count, head, position, a.is_causal ? oldest(a, position) : 0,
+        for (int first = 0; first < a.queries[row]; first += item_queries) {
+            const int count = std::min(item_queries, a.queries[row] - first), heads = count == 1 ? single_heads : 1;
+            const int position = a.kv_len[row] - a.queries[row] + first;
+            for (int head = 0; head < a.kv_heads; head += heads)
+                items.push_back({row, first, count, head, std::min(heads, a.kv_heads - head), position,
+                                 a.is_causal ? oldest(a, position) : 0,
                                  a.is_causal ? position + count : a.kv_len[row], token + first});
-            }
-    const auto size = [](const Item& item) { return int64_t(item.count) * (item.end - item.begin); };
+        }
+    const auto size = [](const Item& item) { return int64_t(item.count) * item.kv_heads * (item.end - item.begin); };
     std::stable_sort(items.begin(), items.end(), [&](const Item& x, const Item& y) { return size(x) > size(y); });
     return items;
 }
@@ -843,7 +911,7 @@ void do_pieces(const Attention& a, const Shape& shape, const std::vector<Item>& 
         first_piece.push_back(int(pieces.size()));
         for (int from = items[n].begin; from < items[n].end; from = end_of_segment(items[n], from)) {
             pieces.push_back({n, from, size});
-            size += (shape.state_size(items[n].count * shape.group) + 15) / 16 * 16;
+            size += (States::size(shape, items[n]) + 15) / 16 * 16;
         }
     }
     first_piece.push_back(int(pieces.size()));
@@ -858,28 +926,36 @@ void do_pieces(const Attention& a, const Shape& shape, const std::vector<Item>& 
             const Item& item = items[pieces[p].item];
             fetch(a, shape, item, room);
             do_segment(a, shape, item, pieces[p].from, end_of_segment(item, pieces[p].from), room,
-                       shape.state(states_at + pieces[p].state, item.count * shape.group));
+                       states_of(shape, item, states_at + pieces[p].state));
         }
 #pragma omp for schedule(dynamic, 1)
         for (int n = 0; n < int(items.size()); n++) {
-            const int rows = items[n].count * shape.group;
-            const State done = shape.state(room.done.of(shape.state_size(rows)), rows);
-            clear(shape, done, rows);
+            const States done = states_of(shape, items[n], room.done.of(States::size(shape, items[n])));
+            done.clear();
             for (int p = first_piece[n]; p < first_piece[n + 1]; p++)
-                merge(shape, done, shape.state(states_at + pieces[p].state, rows), rows);
+                done.merge(states_of(shape, items[n], states_at + pieces[p].state));
             finish<T>(a, shape, items[n], done);
         }
     }
 }
 
+// How many kv heads a single query takes at once: all, as long as that leaves each thread some segments.
+inline int heads_at_once(const Attention& a, int threads) {
+    int segments = 0, heads = a.kv_heads;
+    for (int row = 0; row < a.rows; row++) segments += (a.kv_len[row] + SEGMENT - 1) / SEGMENT;
+    while (threads > 1 && heads > 1 && segments * ((a.kv_heads + heads - 1) / heads) < LEAST_PARTS * threads)
+        heads = (heads + 1) / 2;
+    return heads;
+}
+
 template <class T>
 void attend(const Attention& a) {
     const Shape shape = Shape::of<T>(a);
-    const int threads = omp_get_max_threads();
+    const int threads = omp_get_max_threads(), heads = heads_at_once(a, threads);
     int item_queries = std::max(1, ITEM_ROWS / shape.group);
-    std::vector<Item> items = items_of(a, shape, item_queries);
-    while (threads > 1 && int(items.size()) < 3 * threads && item_queries * shape.group >= 2 * LEAST_ROWS)
-        items = items_of(a, shape, item_queries /= 2);
+    std::vector<Item> items = items_of(a, item_queries, heads);
+    while (threads > 1 && int(items.size()) < LEAST_PARTS * threads && item_queries * shape.group >= 2 * LEAST_ROWS)
+        items = items_of(a, item_queries /= 2, heads);
     if (threads > 1 && int(items.size()) < 2 * threads) return do_pieces<T>(a, shape, items);
 #pragma omp parallel if (items.size() > 1)
     {

@@ -51,7 +51,6 @@ struct alignas(64) TileLayout {
 class Tiles {
   public:
     static constexpr int MOST_ROWS = 2 * TILE;
-    static constexpr int FEW = 8;      // columns, of `meet_few_columns`
     static constexpr int FETCHES = 4;  // for sixteen words of a panel, whatever rows there are
 
     ~Tiles() {
@@ -64,7 +63,7 @@ class Tiles {
     void multiply(TileRows rows, const uint32_t* panel, int64_t words, bool is_new, float* sums, int64_t sum_stride,
                   Function fetch) {
         const int upper = rows.count > TILE ? (rows.count + 1) / 2 : rows.count;
-        const int lower = rows.count > TILE ? rows.count / 2 : rows.count;
+        const int lower = rows.count > TILE ? rows.count / 2 : 0;
         lay_out(upper, lower);
         const int64_t whole = words / TILE * TILE;
         if (whole < words) {  // words that the panel does not have are zero
@@ -83,22 +82,22 @@ class Tiles {
                               Sums{sums + upper * sum_stride, 4 * sum_stride, is_new}, fetch);
     }
 
-    // The same sums the other way around, of few columns: sums[r][n] = sum over w of rows[r][w] * columns[w][n]. Sixteen
-    // rows each lie side by side, and the n-th sixteen begin at first[n]. words: whole tiles; columns: [words][FEW];
-    // sums: [16 * sixteens][FEW]
-    void meet_few_columns(const void* const* first, int sixteens, int64_t stride_bytes, const uint32_t* columns,
-                          int64_t words, float* sums) {
-        lay_out_for_few_columns();
+    // The same sums the other way around, of a few rows as columns: sums[r][n] = sum over w of rows[r][w] * columns[w][n].
+    // Sixteen rows each lie `stride_bytes` apart, and the n-th sixteen begin at first[n]. words: whole tiles; columns:
+    // [words][16], of which `count` are of use; sums: [16 * sixteens][16]
+    void meet_columns(const void* const* first, int sixteens, int64_t stride_bytes, const uint32_t* columns, int count,
+                      int64_t words, float* sums) {
+        lay_out(count, 0);
         asm volatile("" : : "r"(columns), "r"(sums) : "memory");
         for (int n = 0; n < sixteens; n++) {
             const char* rows = static_cast<const char*>(first[n]);
-            _tile_zero(0);
+            _tile_zero(5);
             for (int64_t w = 0; w < words; w += TILE) {
-                _tile_loadd(4, rows + 4 * w, stride_bytes);
-                _tile_loadd(6, columns + w * FEW, 4 * FEW);
-                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(6, rows + 4 * w, stride_bytes);
+                _tile_loadd(7, columns + w * TILE, 4 * TILE);
+                _tile_dpbf16ps(5, 6, 7);
             }
-            _tile_stored(0, sums + n * TILE * FEW, 4 * FEW);
+            _tile_stored(5, sums + n * TILE * TILE, 4 * TILE);
         }
         asm volatile("" : : "r"(sums) : "memory");
     }
@@ -110,22 +109,15 @@ class Tiles {
         bool are_new;
     };
 
-    // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 of a panel. upper, lower: rows of the first and of the second
+    // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 of a panel. upper, lower: rows of the first and of the second; 0: there is
+    // no second, and tile 5 is a whole one
     void lay_out(int upper, int lower) {
         if (upper == upper_ && lower == lower_) return;
         upper_ = upper, lower_ = lower;
         TileLayout layout;
-        const int rows[] = {upper, upper, lower, lower, upper, lower, TILE, TILE};
+        const int second = lower ? lower : upper;
+        const int rows[] = {upper, upper, second, second, upper, lower ? lower : TILE, TILE, TILE};
         for (int t = 0; t < 8; t++) layout.rows[t] = uint8_t(rows[t]), layout.row_bytes[t] = 4 * TILE;
-        _tile_loadconfig(&layout);
-    }
-
-    // Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 of columns.
-    void lay_out_for_few_columns() {
-        if (upper_ == FEW_COLUMNS) return;
-        upper_ = FEW_COLUMNS;
-        TileLayout layout;
-        for (int t = 0; t < 8; t++) layout.rows[t] = TILE, layout.row_bytes[t] = t < 4 || t > 5 ? 4 * FEW : 4 * TILE;
         _tile_loadconfig(&layout);
     }
 
@@ -199,8 +191,7 @@ class Tiles {
         _tile_stored(3, others.first + TILE, others.stride_bytes);
     }
 
-    static constexpr int FEW_COLUMNS = -1;  // in place of a number of rows
-    int upper_ = 0, lower_ = 0;  // as tiles are laid out; 0: not yet
+    int upper_ = 0, lower_ = 0;
     alignas(64) uint32_t rest_[TILE * COLUMNS];
 };
 
