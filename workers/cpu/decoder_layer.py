@@ -83,21 +83,21 @@ class FewRows:
         self,
         parts: LayerParts,
         buffers: Buffers,
-        x_C: Tensor,
+        x_TC: Tensor,
         attention: AttentionCalls | None,
         is_first: bool,
         next_norm: Norm | None,
     ):
-        """x_C: [MOST_FEW_ROWS,C], what goes from layer to layer. attention: None: it is called from Python.
+        """x_TC: [MOST_FEW_ROWS,C], what goes from layer to layer. attention: None: it is called from Python.
         is_first: else the layer before has normed what comes in. next_norm: of the layer behind it"""
-        self._parts, self._buffers, self._x, self._attention = parts, buffers, x_C, attention
+        self._parts, self._buffers, self._x, self._attention = parts, buffers, x_TC, attention
         self._is_first, self._next_norm = is_first, next_norm
-        self._width = x_C.shape[1]
+        self._width = x_TC.shape[1]
         self._normed, self._added = (buffers.take(name, self._width) for name in ("normed", "added"))
-        self._total = buffers.take("total", self._width, x_C.dtype)
-        # Calls with addresses that change from run to run.
-        self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp, x_C, self._total)
-        self._add_mlp = self._sum_of(parts.after_mlp, next_norm, self._total, x_C)
+        self._total = buffers.take("total", self._width, x_TC.dtype)
+        # Sums, which norm for what comes next.
+        self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp, x_TC, self._total)
+        self._add_mlp = self._sum_of(parts.after_mlp, next_norm, self._total, x_TC)
         self._heads: Any = None  # a call
         # In order.
         self.steps: list[Step] = [*self._into_mixer(), *self._mixer(), self._add_mixer, *self._mlp(), self._add_mlp]
@@ -105,6 +105,7 @@ class FewRows:
         self._calls = [step.arguments for step in self.steps if isinstance(step, Call) and step not in of_attention]
         # Of the run that is under way.
         self._given: dict[str, Any] = {}
+        self._angles: list[Tensor] = []
         self._rows = 0
 
     # -- what is written down ----------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class FewRows:
     def _set_angles(self, angles: Angles | None) -> None:
         if angles is None:
             return
-        cos_TR, sin_TR = self._buffers.dense(angles)
+        self._angles = cos_TR, sin_TR = self._buffers.dense(angles)  # which C++ reads until the next run
         arguments, count = self._heads.arguments, cos_TR.shape[-1]
         arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
         arguments.angle_kind = native.angle_kind(cos_TR, self._buffers.dtype)

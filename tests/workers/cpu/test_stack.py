@@ -143,3 +143,19 @@ def test_steps_whose_products_go_torchs_way_are_not_of_few_rows(tmp_path: Path):
     assert stack.most == MOST_FEW_ROWS
     found[1].parts.mixer.qkv.torch_from_rows = 9
     assert Stack(found, Buffers(torch.float32), stack._attention, 64).most == 8
+
+
+def test_angles_that_each_layer_is_given_anew_are_kept_until_they_are_read(tmp_path: Path):
+    path = make_checkpoint("gemma3", tmp_path / "gemma3")
+
+    def copy_angles(some: list[LayerOfCalls]) -> None:
+        for layer in some:
+
+            def forward(hidden_states: Tensor, *, layer: LayerOfCalls = layer, **given: Any) -> Any:
+                angles = given.pop("position_embeddings")
+                apart = tuple(each.repeat_interleave(2, dim=-1)[..., ::2] for each in angles)
+                return LayerOfCalls.forward(layer, hidden_states, position_embeddings=apart, **given)
+
+            layer.forward = forward  # type: ignore[method-assign]
+
+    assert answers(path, copy_angles) == answers(path)
