@@ -8,8 +8,7 @@
 //     segment    512 keys, from a multiple of 512: a maximum, a total and sums of its own
 //     result     the segments, merged from first to last
 //
-// What a query does not see has no part in its sums and no place in its maximum. A token that no query of an item sees is
-// never read: its bytes may be NaN.
+// What a query does not see has no part in its sums and no place in its maximum: its bytes may be NaN.
 //
 // Work is cut into items: some queries of a row, with the query heads that share a kv head, are the rows of products whose
 // lanes are keys (scores) and numbers of a value (sums). A single query turns keys around in registers and reads values
@@ -19,7 +18,8 @@
 // them is read in a line, which is several times as fast as the parts of one head.
 //
 // Where the processor has matrix units (`tiles.h`), both products of bfloat16 are theirs: weights become bfloat16, and what a
-// query does not see weighs zero. A single query's products are done in vectors, in the very order of those units.
+// query does not see weighs zero. Keys of a single query are rows of theirs where they lie, if sixteen of a page are a tile;
+// else its products are done in vectors, in the very order of those units.
 
 #include <omp.h>
 
@@ -674,21 +674,23 @@ void rows_in_tiles(const Tile<T>& tile, int begin, int end, Room<T>& room, Funct
     }
 }
 
-// Whether keys can be read where they lie, sixteen tokens as a tile.
-inline bool has_tiles_in_pages(const Attention& a, const Shape& shape) {
-    return shape.is_in_tiles && a.block_tokens % TILE == 0 && a.key_dim == PER_WORD<bfloat16> * shape.words;
+// Whether an item's keys are read where they lie, sixteen tokens as a tile: those of a single query.
+inline bool reads_tiles_of_keys(const Attention& a, const Shape& shape, const Item& item) {
+    const bool lie_in_tiles = a.block_tokens % TILE == 0 && a.key_dim == PER_WORD<bfloat16> * shape.words;
+    return shape.is_in_tiles && item.count == 1 && shape.group <= TILE && lie_in_tiles;
 }
 
 // Scores of a single query's few rows, of keys where they lie. A tile's keys that are not seen have scores that are not read.
-// columns: the query's words, each of all rows
+// head: which of the item's
 template <class T>
-void scores_where_keys_lie(const Tile<T>& tile, const uint32_t* columns, int from, int to, Room<T>& room) {
+void scores_where_keys_lie(const Tile<T>& tile, int head, int from, int to, Room<T>& room) {
     const int rows = tile.shape.group, begin = from / TILE * TILE;
     const void* first[KEYS / TILE];
     for (int t = begin; t < to; t += TILE) {
         const int known = std::max(t, from);
         first[(t - begin) / TILE] = room.tokens[known] - (known - t) * tile.a.page_token_stride;
     }
+    const uint32_t* columns = reinterpret_cast<const uint32_t*>(room.columns.of(0)) + head * tile.shape.words * TILE;
     alignas(64) float by_key[KEYS * TILE];
     room.tiles.meet_columns(first, (to - begin + TILE - 1) / TILE, tile.a.page_token_stride * sizeof(T), columns, rows,
                             tile.shape.words, by_key);
@@ -703,16 +705,15 @@ template <class T>
 void in_matrix_units(const Attention& a, const Shape& shape, const Item& item, int head, int start, int from, int to,
                      Ahead<T> ahead, Room<T>& room, State state) {
     const int rows = item.count * shape.group;
-    const bool is_direct = item.count == 1 && rows <= TILE && has_tiles_in_pages(a, shape);
+    const bool is_direct = reads_tiles_of_keys(a, shape, item);
     if (!is_direct) gather_keys(a, shape, from, to, room);
     // A single query sees all of these, so that what is no number is one in its sums.
     const bool is_finite = item.count == 1 ? pair_values<T, false>(a, shape, from, to, ahead, room)
                                            : pair_values<T, true>(a, shape, from, to, ahead, room);
-    const uint32_t* columns = reinterpret_cast<const uint32_t*>(room.columns.of(0)) + head * shape.words * TILE;
     const Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)) + int64_t(head) * rows * shape.words,
                        is_direct ? nullptr : reinterpret_cast<const uint32_t*>(room.keys.of(0)), room.tokens, 0,
                        room.scores.of(int64_t(rows) * KEYS), state, item, start};
-    if (is_direct) scores_where_keys_lie(tile, columns, from, to, room);
+    if (is_direct) scores_where_keys_lie(tile, head, from, to, room);
     const auto seen_by = [&](int m) { return a.is_causal ? seen_of_tile(a, item, m / shape.group, start) : Span{from, to}; };
     const Span some = a.is_causal ? queries_that_see(a, item, start, start + KEYS - 1) : Span{0, item.count};
     if (is_finite) return rows_in_tiles(tile, some.begin * shape.group, some.end * shape.group, room, seen_by);
@@ -737,7 +738,7 @@ void do_tile(const Attention& a, const Shape& shape, const Item& item, int head,
     if (item.count == 1) fill_up(room.tokens, from - start, to - start);
 #if HAS_TILES
     if constexpr (std::is_same_v<T, bfloat16>)
-        if (shape.is_in_tiles && (!is_direct || has_tiles_in_pages(a, shape)))
+        if (shape.is_in_tiles && (!is_direct || reads_tiles_of_keys(a, shape, item)))
             return in_matrix_units(a, shape, item, head, start, from - start, to - start, ahead, room, state);
 #endif
     const uint32_t* query = reinterpret_cast<const uint32_t*>(room.query.of(0)) + int64_t(head) * rows * shape.words;
@@ -796,7 +797,7 @@ void fetch(const Attention& a, const Shape& shape, const Item& item, Room<T>& ro
         }
     }
 #if HAS_TILES
-    if (item.count > 1 || shape.group > TILE || !has_tiles_in_pages(a, shape)) return;
+    if (!reads_tiles_of_keys(a, shape, item)) return;
     float* columns = room.columns.of(int64_t(item.kv_heads) * shape.words * TILE);
     for (int m = 0; m < item.kv_heads * rows; m++)
         for (int w = 0; w < shape.words; w++)

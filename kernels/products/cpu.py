@@ -67,7 +67,7 @@ def _library() -> Any:
 class PackedWeights:
     """Weights [G,outputs,inputs] of one or more groups, packed."""
 
-    _kept: Tensor | None = None  # the latest results, where the next ones will lie there
+    _kept: Tensor | None = None  # the latest results, if the next ones are to lie there
 
     def __init__(self, weights: Tensor, biases: Tensor | None = None):
         """biases: [G,outputs]"""

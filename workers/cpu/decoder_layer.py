@@ -91,7 +91,7 @@ class FewRows:
         """x_TC: [MOST_FEW_ROWS,C], what goes from layer to layer. attention: None: it is called from Python.
         is_first: else the layer before has normed what comes in. next_norm: of the layer behind it"""
         self._parts, self._buffers, self._x, self._attention = parts, buffers, x_TC, attention
-        self._is_first, self._next_norm = is_first, next_norm
+        self._is_first = is_first
         self._width = x_TC.shape[1]
         self._normed, self._added = (buffers.take(name, self._width) for name in ("normed", "added"))
         self._total = buffers.take("total", self._width, x_TC.dtype)

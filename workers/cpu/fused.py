@@ -304,11 +304,11 @@ def _stack(layers: list[Any], buffers: Buffers, attention: PagedAttention, x_dty
         layer.stack = stack
 
 
-def _widen_angles(stack: nn.Module, layers: Sequence[Any]) -> None:
+def _widen_angles(owner: nn.Module, layers: Sequence[Any]) -> None:
     """Cosines and sines are float32 where nothing but our own call reads them."""
     mixers = [layer.parts.mixer for layer in layers]
     if all(isinstance(mixer, FusedAttention) or not _is_given_angles(mixer) for mixer in mixers):
-        for child in stack.children():
+        for child in owner.children():
             if type(child).__name__.endswith("RotaryEmbedding"):
                 # It gives them in the dtype of what it is given first, of which it reads nothing else.
                 child.register_forward_pre_hook(lambda _, given: (given[0][..., :0].float(), *given[1:]))

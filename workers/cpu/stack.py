@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ...kernels.paged_attention import NativeBackend
+from ...kernels.paged_attention import Backend, NativeBackend
 from ..layers.attention import PagedAttention
 from .attention_calls import AttentionCalls
 from .decoder_layer import MOST_FEW_ROWS, Buffers, FewRows, LayerOfCalls, is_in_calls, segments
@@ -66,8 +66,9 @@ class Stack:
         # As long as all products are ours.
         modules = [module for layer in layers for module in (*layer.parts.mixer.modules(), *layer.parts.mlp.modules())]
         self.most = min(MOST_FEW_ROWS, *(getattr(module, "torch_from_rows", math.inf) - 1 for module in modules))
-        # The list, and over which pages its attention goes.
+        # The list, and over which pages and how its attention goes.
         self._views: dict[int, Tensor] | None = None
+        self._backend: Backend | None = None
         self._written: list[FewRows] = []
         self.segments: list[Callable[[], None]] = []
         # Of the pass that is under way.
@@ -91,15 +92,15 @@ class Stack:
         rows = self._rows = x_BTC.shape[1]
         if rows > self.most or self._attention.learnt is None:
             return
-        if self._views is not self._attention.views:
+        if self._views is not self._attention.views or self._backend is not self._attention.learnt:
             self._write_down()
         self._x[:rows].copy_(x_BTC[0])
         self._pending = self._x[:rows].unsqueeze(0).as_subclass(Pending)
         self._pending.settle = self._settle
 
     def _write_down(self) -> None:
-        """Make the list: anew where pages are others."""
-        self._views = self._attention.views
+        """Make the list: anew where pages are others, or what attends over them is."""
+        self._views, self._backend = self._attention.views, self._attention.learnt
         norms = [layer.parts.before_mixer for layer in self._layers]
         self._written = [
             FewRows(layer.parts, self._buffers, self._x, self._attention_of(layer), n == 0, norm)
@@ -109,7 +110,7 @@ class Stack:
 
     def _attention_of(self, layer: LayerOfCalls) -> AttentionCalls | None:
         """None if it is not all in C++."""
-        mixer, backend = layer.parts.mixer, self._attention.backend
+        mixer, backend = layer.parts.mixer, self._backend
         if not (isinstance(backend, NativeBackend) and is_in_calls(mixer, FusedAttention, "qkv", "out")):
             return None
         heads: Heads = mixer.heads

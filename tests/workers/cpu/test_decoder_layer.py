@@ -1,6 +1,7 @@
 """Layers of few rows, written down as calls, compute what layers of many do, bit by bit."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,23 @@ def layers(workers: LocalWorkers) -> list[LayerOfCalls]:
     return [module for module in workers.worker._model.module.modules() if isinstance(module, LayerOfCalls)]
 
 
-def answers(path: Path, dtype: str, few_rows: bool) -> list[Any]:
-    """Of prompts that are computed together, in steps that are mostly of few rows."""
+def set_most_rows(some: list[LayerOfCalls], most: int) -> None:
+    """Of steps that go by lists of calls."""
+    for layer in some:
+        assert isinstance(layer.stack, Stack)
+        layer.stack.most = most
+
+
+def answers(path: Path, change: Callable[[list[LayerOfCalls]], None] | None = None, **settings: Any) -> list[Any]:
+    """Of prompts that are computed together. change: is given the layers before anything is asked"""
     prompts, images = prompts_of(path.name)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
 
     async def ask() -> list[Any]:
         workers = LocalWorkers()
-        engine = await make_engine(path, workers, dtype=dtype, max_num_batched_tokens=48)
-        for layer in layers(workers):
-            assert isinstance(layer.stack, Stack)
-            layer.stack.most = MOST_FEW_ROWS if few_rows else 0
+        engine = await make_engine(path, workers, **settings)
+        if change is not None:
+            change(layers(workers))
         return await complete(engine, prompts, params, images)
 
     return [(answer.token_ids, answer.logprobs) for answer in asyncio.run(ask())]
@@ -44,4 +51,6 @@ def answers(path: Path, dtype: str, few_rows: bool) -> list[Any]:
 @pytest.mark.parametrize("family", WITH_LAYERS)
 def test_a_layer_has_the_same_bits_by_its_calls_and_by_its_modules(family: str, dtype: str, tmp_path: Path):
     path = make_checkpoint(family, tmp_path / family)
-    assert answers(path, dtype, few_rows=True) == answers(path, dtype, few_rows=False)
+    settings = {"dtype": dtype, "max_num_batched_tokens": 48}  # so that most steps are of few rows
+    by_modules = answers(path, lambda some: set_most_rows(some, 0), **settings)
+    assert answers(path, lambda some: set_most_rows(some, MOST_FEW_ROWS), **settings) == by_modules

@@ -1,6 +1,5 @@
 """All layers of a model run in one list, and what lies between two of them has its numbers whenever it is read."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +8,13 @@ import torch
 from torch import Tensor
 
 from intarsia.kernels.tokenwise import cpu as native
-from intarsia.proto.request import SamplingParams
-from intarsia.tests.local import LocalWorkers, complete, make_engine
-from intarsia.tests.models import make_checkpoint, prompts_of
-from intarsia.tests.workers.cpu.test_decoder_layer import layers
+from intarsia.tests.models import make_checkpoint
+from intarsia.tests.workers.cpu.test_decoder_layer import answers, set_most_rows
 from intarsia.workers.cpu.decoder_layer import MOST_FEW_ROWS, Buffers, LayerOfCalls
 from intarsia.workers.cpu.fused_modules import FusedLayer
 from intarsia.workers.cpu.stack import Pending, Stack
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
-
-PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=2, ignore_eos=True)
-
-
-def answers(path: Path, change: Any = None, **settings: Any) -> list[Any]:
-    """change: is given the layers before anything is asked"""
-    prompts, images = prompts_of(path.name)
-
-    async def ask() -> list[Any]:
-        workers = LocalWorkers()
-        engine = await make_engine(path, workers, **settings)
-        if change is not None:
-            change(layers(workers))
-        return await complete(engine, prompts, PARAMS, images)
-
-    return [(answer.token_ids, answer.logprobs) for answer in asyncio.run(ask())]
 
 
 def stack_of(some: list[LayerOfCalls]) -> Stack:
@@ -83,13 +64,13 @@ def test_what_is_read_between_two_layers_has_its_numbers(tmp_path: Path):
 def test_what_is_changed_between_two_layers_is_what_the_next_one_gets(tmp_path: Path):
     path = make_checkpoint("llama", tmp_path / "llama")
 
-    def double(some: list[LayerOfCalls], few_rows: bool) -> None:
+    def double(some: list[LayerOfCalls], most: int) -> None:
         layer = some[1]
-        stack_of(some).most = stack_of(some).most if few_rows else 0
+        set_most_rows(some, most)
         layer.forward = lambda hidden_states, **given: LayerOfCalls.forward(layer, hidden_states * 2, **given)  # type: ignore[method-assign]
 
-    doubled = answers(path, lambda some: double(some, True))
-    assert doubled == answers(path, lambda some: double(some, False)) != answers(path)
+    doubled = answers(path, lambda some: double(some, MOST_FEW_ROWS))
+    assert doubled == answers(path, lambda some: double(some, 0)) != answers(path)
 
 
 def test_what_lay_between_two_layers_cannot_be_read_once_all_have_run(tmp_path: Path):
@@ -116,7 +97,7 @@ def test_a_step_of_many_rows_goes_from_layer_to_layer(tmp_path: Path):
 
     def watch(some: list[LayerOfCalls]) -> None:
         layer = some[1]
-        stack_of(some).most = 0
+        set_most_rows(some, 0)
 
         def forward(hidden_states: Tensor, **given: Any) -> Any:
             kinds.add(type(hidden_states))
@@ -130,9 +111,7 @@ def test_a_step_of_many_rows_goes_from_layer_to_layer(tmp_path: Path):
 
 def test_layers_on_both_sides_of_one_that_is_not_ours_are_stacks_of_their_own(tmp_path: Path):
     path, found = make_checkpoint("mllama", tmp_path / "mllama"), []
-    assert answers(path, found.extend) == answers(
-        path, lambda some: [setattr(stack_of([one]), "most", 0) for one in some]
-    )
+    assert answers(path, found.extend) == answers(path, lambda some: set_most_rows(some, 0))
     assert len(found) > 1 and len({id(layer.stack) for layer in found}) > 1
 
 
