@@ -4,6 +4,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -35,7 +36,8 @@ class Pictures(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", where)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with suppress(OSError):  # of a picture that is too large, the fetcher does not read the rest
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
