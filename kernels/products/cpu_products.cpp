@@ -28,21 +28,31 @@ constexpr int LINE_WORDS = 16, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache
 template <class T>
 constexpr int NUMBERS = 4 / sizeof(T);  // of a word
 
-// What is fetched while a block is computed: lines of the part of the weight that comes next.
-struct Ahead {
-    const uint32_t* at;
-    const uint32_t* end;
-    int lines;  // at a time
-
-    void fetch() {
-        if (at >= end) return;
-        for (int n = 0; n < lines; n++) prefetch_far(at + n * LINE_WORDS);
-        at += lines * LINE_WORDS;
-    }
+// Steps of a panel that a thread will read, whole.
+struct Place {
+    const uint32_t* words = nullptr;
+    int64_t steps = 0;
 };
 
-// Lines to fetch at each of so many steps, so that the next part is there in time.
-inline int lines_at_each(int64_t lines, int64_t steps) { return int((lines + steps - 1) / steps); }
+// What is fetched while a block is computed: some lines at each of so many times, so that all is there in time. every: one
+// of so many, where the processor fetches their neighbours by itself
+class Ahead {
+  public:
+    Ahead(Place place, int64_t times, int every = 1)
+        : at_(place.words), left_(place.steps * STEP_LINES), each_((left_ + times - 1) / times), every_(every) {}
+
+    void fetch() {
+        if (left_ <= 0) return;
+        for (int64_t n = 0; n < each_; n += every_) prefetch_far(at_ + n * LINE_WORDS);
+        at_ += each_ * LINE_WORDS, left_ -= each_;
+    }
+
+  private:
+    const uint32_t* at_;
+    int64_t left_;
+    const int64_t each_;
+    const int every_;
+};
 
 // sums[r][v] over the steps of a panel, for R rows and V vectors of outputs.
 template <class T, int R, int V>
@@ -65,23 +75,27 @@ inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel,
 }
 
 template <class T, int R>
-void rows_of_block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
-                   Ahead& ahead) {
-    constexpr int V = most_vectors(R);
-    for (int v = 0; v < STEP_LANES; v += V)
-        block<T, R, V>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH, ahead);
+void rows_of_block(const Work& work, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps,
+                   float* sums, Ahead& ahead) {
+    constexpr int V = most_vectors(R), HALF = std::min(V, STEP_LANES / 2);
+    if (work.outputs() == OUTPUTS)
+        for (int v = 0; v < STEP_LANES; v += V)
+            block<T, R, V>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH, ahead);
+    else
+        for (int v = work.from / WIDTH; v < work.to / WIDTH; v += HALF)
+            block<T, R, HALF>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH, ahead);
 }
 
 template <class T>
-void some_rows(int rows, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
-               Ahead& ahead) {
+void some_rows(const Work& work, int rows, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps,
+               float* sums, Ahead& ahead) {
     switch (rows) {
-        case 1: return rows_of_block<T, 1>(x, from, panel, steps, sums, ahead);
-        case 2: return rows_of_block<T, 2>(x, from, panel, steps, sums, ahead);
-        case 3: return rows_of_block<T, 3>(x, from, panel, steps, sums, ahead);
-        case 4: return rows_of_block<T, 4>(x, from, panel, steps, sums, ahead);
-        case 5: return rows_of_block<T, 5>(x, from, panel, steps, sums, ahead);
-        default: return rows_of_block<T, 6>(x, from, panel, steps, sums, ahead);
+        case 1: return rows_of_block<T, 1>(work, x, from, panel, steps, sums, ahead);
+        case 2: return rows_of_block<T, 2>(work, x, from, panel, steps, sums, ahead);
+        case 3: return rows_of_block<T, 3>(work, x, from, panel, steps, sums, ahead);
+        case 4: return rows_of_block<T, 4>(work, x, from, panel, steps, sums, ahead);
+        case 5: return rows_of_block<T, 5>(work, x, from, panel, steps, sums, ahead);
+        default: return rows_of_block<T, 6>(work, x, from, panel, steps, sums, ahead);
     }
 }
 
@@ -99,14 +113,26 @@ struct Part {
     int64_t from, steps;
     bool is_last;
     const uint32_t* words;
-    const uint32_t* next;  // what comes next in memory, and where it ends
-    const uint32_t* end;
+    Place next;  // what is read after it
 };
+
+template <class T>
+int64_t steps_of(const Product& a) {
+    return (a.depth + NUMBERS<T> - 1) / NUMBERS<T>;
+}
+
+// The beginning of what a thread does next; none of half a panel, which comes last.
+template <class T>
+Place beginning(const Product& a, const Work* next) {
+    if (!next || next->outputs() < OUTPUTS) return {};
+    const int64_t steps = steps_of<T>(a), number = next->group * panels_of(a) + next->panel;
+    return {static_cast<const uint32_t*>(a.packed) + number * steps * OUTPUTS, std::min(CACHED_STEPS, steps)};
+}
 
 // Calls meet(part) for all parts of a panel. Weights in fewer bits are decoded just before.
 template <class T, class Function>
-void for_each_part(const Product& a, int group, int panel, int64_t rows, int64_t blocks, Room& room, Function meet) {
-    const int64_t steps = (a.depth + NUMBERS<T> - 1) / NUMBERS<T>, number = group * panels_of(a) + panel;
+void for_each_part(const Product& a, const Work& work, const Work* next, int64_t blocks, Room& room, Function meet) {
+    const int64_t steps = steps_of<T>(a), number = work.group * panels_of(a) + work.panel;
     if (a.codes.codes) {
         const int64_t most = blocks == 1 ? DECODED_STEPS : CACHED_STEPS, pairs = (a.depth + 1) / 2;
         room.decoded.resize((most + 1) * OUTPUTS);
@@ -114,17 +140,17 @@ void for_each_part(const Product& a, int group, int panel, int64_t rows, int64_t
             const int64_t here = std::min(most, steps - from), first = from * NUMBERS<T> / 2;
             const int64_t last = std::min(pairs, ((from + here) * NUMBERS<T> + 1) / 2);
             decode<T>(a.codes, pairs, number, first, last, room.decoded.data());
-            meet(Part{from, here, from + here == steps, room.decoded.data(), nullptr, nullptr});
+            meet(Part{from, here, from + here == steps, room.decoded.data(), {}});
         }
         return;
     }
+    const bool is_waited_for = work.last - work.first <= STREAMED_ROWS;
     const uint32_t* words = static_cast<const uint32_t*>(a.packed) + number * steps * OUTPUTS;
     for (int64_t from = 0; from < steps; from += CACHED_STEPS) {
         const int64_t here = std::min(CACHED_STEPS, steps - from), end = from + here;
-        // The next part lies behind this one; of the last panel it is another weight's, which does no harm.
-        const int64_t ahead = std::min(CACHED_STEPS, end < steps ? steps - end : steps);
-        const uint32_t* next = words + end * OUTPUTS;
-        meet(Part{from, here, end == steps, words + from * OUTPUTS, next, rows > STREAMED_ROWS ? next : next + ahead * OUTPUTS});
+        const Place rest{words + end * OUTPUTS, std::min(CACHED_STEPS, steps - end)};
+        const Place soon = !is_waited_for ? Place{} : end < steps ? rest : beginning<T>(a, next);
+        meet(Part{from, here, end == steps, words + from * OUTPUTS, soon});
     }
 }
 
@@ -137,22 +163,21 @@ void for_each_block(int64_t rows, int64_t blocks, Function meet) {
     }
 }
 
-// The outputs of one panel for rows [first, last) of a group, in vectors.
 template <class T>
-void in_vectors(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
-    const int64_t rows = last - first, blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+void in_vectors(const Product& a, const Work& work, const Work* next, Room& room) {
+    const int64_t first = work.first, rows = work.last - first, blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
     room.sums.assign(rows * OUTPUTS, 0.0f);
     room.x.resize(rows);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = a.row_of ? a.row_of[first + r] : first + r;
         room.x[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.x) + row * a.x_stride);
     }
-    for_each_part<T>(a, group, panel, rows, blocks, room, [&](const Part& part) {
-        Ahead ahead{part.next, part.end, lines_at_each(STEP_LINES, blocks)};
+    for_each_part<T>(a, work, next, blocks, room, [&](const Part& part) {
+        Ahead ahead(part.next, part.steps * blocks);
         for_each_block(rows, blocks, [&](int64_t begin, int count) {
             float* sums = room.sums.data() + begin * OUTPUTS;
-            some_rows<T>(count, room.x.data() + begin, part.from, part.words, part.steps, sums, ahead);
-            if (part.is_last) write_rows<T>(a, group, panel, first + begin, count, sums);
+            some_rows<T>(work, count, room.x.data() + begin, part.from, part.words, part.steps, sums, ahead);
+            if (part.is_last) write_rows<T>(a, work, first + begin, count, sums);
         });
     });
 }
@@ -175,18 +200,21 @@ TileRows rows_of_tiles(const Product& a, int64_t first, int64_t rows, Room& room
     return {room.gathered.data(), depth * SIZE, 0};
 }
 
-void in_tiles(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
-    const int64_t rows = last - first, blocks = (rows + Tiles::MOST_ROWS - 1) / Tiles::MOST_ROWS;
+void in_tiles(const Product& a, const Work& work, const Work* next, Room& room) {
+    const int64_t first = work.first, rows = work.last - first, blocks = (rows + Tiles::MOST_ROWS - 1) / Tiles::MOST_ROWS;
+    const int most = int((rows + blocks - 1) / blocks);
     const TileRows x = rows_of_tiles(a, first, rows, room);
     room.sums.resize(rows * OUTPUTS);
-    for_each_part<bfloat16>(a, group, panel, rows, blocks, room, [&](const Part& part) {
-        Ahead ahead{part.next, part.end, lines_at_each(TILE * STEP_LINES, blocks * Tiles::FETCHES)};
+    for_each_part<bfloat16>(a, work, next, blocks, room, [&](const Part& part) {
+        // Rows of one tile read a panel in a line, so that a line of each step is enough.
+        Ahead ahead(part.next, blocks * Tiles::fetches(most, part.steps, work.outputs()), most <= TILE ? STEP_LINES : 1);
         for_each_block(rows, blocks, [&](int64_t begin, int count) {
             float* sums = room.sums.data() + begin * OUTPUTS;
             const TileRows here{static_cast<const char*>(x.first) + begin * x.stride_bytes + part.from * 4,
                                 x.stride_bytes, count};
-            room.tiles.multiply(here, part.words, part.steps, part.from == 0, sums, OUTPUTS, [&] { ahead.fetch(); });
-            if (part.is_last) write_rows<bfloat16>(a, group, panel, first + begin, count, sums);
+            room.tiles.multiply(here, part.words, part.steps, {work.from, work.to}, part.from == 0, sums, OUTPUTS,
+                                [&] { ahead.fetch(); });
+            if (part.is_last) write_rows<bfloat16>(a, work, first + begin, count, sums);
         });
     });
 }
@@ -195,12 +223,16 @@ void in_tiles(const Product& a, int group, int panel, int64_t first, int64_t las
 
 template <class T>
 void product(const Product& a) {
-    for_each_panel<Room>(a, [&](int group, int panel, int64_t first, int64_t last, Room& room) {
+    const auto do_work = [&](const Work& work, const Work* next, Room& room) {
 #if HAS_TILES
-        if (std::is_same_v<T, bfloat16> && may_use_tiles()) return in_tiles(a, group, panel, first, last, room);
+        if (std::is_same_v<T, bfloat16> && may_use_tiles()) return in_tiles(a, work, next, room);
 #endif
-        in_vectors<T>(a, group, panel, first, last, room);
-    });
+        in_vectors<T>(a, work, next, room);
+    };
+    if (a.packed)
+        for_each_work<Room, true>(a, do_work);
+    else
+        for_each_work<Room, false>(a, do_work);
 }
 
 template <class T>

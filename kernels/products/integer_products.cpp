@@ -292,11 +292,9 @@ void scale_rows(const Weight& weight, int64_t panel, int64_t rows, float* sums) 
         }
 }
 
-// The outputs of one panel for rows [first, last) of a group of weights.
 template <class T>
-void panel_of_rows(const Product& a, const Weight& weight, const Inputs& x, int group, int panel, int64_t first,
-                   int64_t last, Room& room) {
-    const int64_t rows = last - first, at = group * panels_of(a) + panel;
+void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work& work, Room& room) {
+    const int64_t first = work.first, rows = work.last - first, at = work.group * panels_of(a) + work.panel;
     room.sums.assign(2 * rows * OUTPUTS, 0.0f);
     float* total = room.sums.data();
     float* of_group = total + rows * OUTPUTS;
@@ -311,7 +309,7 @@ void panel_of_rows(const Product& a, const Weight& weight, const Inputs& x, int 
         }
     }
     if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);
-    write_rows<T>(a, group, panel, first, rows, total);
+    write_rows<T>(a, work, first, rows, total);
 }
 
 template <class T>
@@ -319,9 +317,7 @@ void product(const Product& a) {
     const Weight weight(a);
     Inputs x(a.rows, weight.blocks * BLOCK, weight.blocks * weight.runs_of_block());
     round_rows<T>(a, weight.run_columns, weight.subtracted(), x);
-    for_each_panel<Room>(a, [&](int group, int panel, int64_t first, int64_t last, Room& room) {
-        panel_of_rows<T>(a, weight, x, group, panel, first, last, room);
-    });
+    for_each_work<Room, false>(a, [&](const Work& work, const Work*, Room& room) { do_work<T>(a, weight, x, work, room); });
 }
 
 // -- the weight as numbers ---------------------------------------------------------------------------------------------

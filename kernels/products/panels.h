@@ -45,60 +45,108 @@ constexpr int most_vectors(int rows) {
     return vectors;
 }
 
-// Rows [first, first + rows) of a panel's outputs, of their sums [rows][64].
+// What a thread does at a time: outputs [from, to) of a panel, for rows [first, last) of its group.
+struct Work {
+    int group, panel;
+    int64_t first, last;
+    int from, to;
+
+    int outputs() const { return to - from; }
+};
+
+// Some rows of a panel's outputs, of their sums [rows][64]. first: of all rows
 template <class T, class Out>
-void write_rows_as(const Product& a, int group, int panel, int64_t first, int64_t rows, float* sums) {
-    const int count = std::min(OUTPUTS, a.outputs - panel * OUTPUTS);
-    const T* bias = a.bias ? static_cast<const T*>(a.bias) + int64_t(group) * a.outputs + panel * OUTPUTS : nullptr;
+void write_rows_as(const Product& a, const Work& work, int64_t first, int64_t rows, float* sums) {
+    const int end = std::min(work.to, a.outputs - work.panel * OUTPUTS);
+    const T* bias = a.bias ? static_cast<const T*>(a.bias) + int64_t(work.group) * a.outputs + work.panel * OUTPUTS : nullptr;
     for (int64_t r = 0; r < rows; r++, sums += OUTPUTS) {
-        Out* out = static_cast<Out*>(a.out) + (first + r) * a.outputs + panel * OUTPUTS;
+        Out* out = static_cast<Out*>(a.out) + (first + r) * a.outputs + work.panel * OUTPUTS;
         if (bias)
-            for (int n = 0; n < count; n++) sums[n] += to_float(bias[n]);
-        int n = 0;
-        for (; n + LANES <= count; n += LANES) store(load(sums + n), out + n);
-        for (; n < count; n++) from_float(sums[n], out + n);
+            for (int n = work.from; n < end; n++) sums[n] += to_float(bias[n]);
+        int n = work.from;
+        for (; n + LANES <= end; n += LANES) store(load(sums + n), out + n);
+        for (; n < end; n++) from_float(sums[n], out + n);
     }
 }
 
 template <class T>
-void write_rows(const Product& a, int group, int panel, int64_t first, int64_t rows, float* sums) {
+void write_rows(const Product& a, const Work& work, int64_t first, int64_t rows, float* sums) {
     if (a.out_kind)
-        write_rows_as<T, T>(a, group, panel, first, rows, sums);
+        write_rows_as<T, T>(a, work, first, rows, sums);
     else
-        write_rows_as<T, float>(a, group, panel, first, rows, sums);
+        write_rows_as<T, float>(a, work, first, rows, sums);
 }
 
-// Calls panel_of_rows(group, panel, first row, last row, room) for all there are; each thread has a `Room` of its own.
-template <class Room, class Function>
-void for_each_panel(const Product& a, Function panel_of_rows) {
-    const int64_t panels = panels_of(a);
-    // Work is a panel and a share of the rows of its group, in the order in which panels lie in memory.
-    struct Work {
+// All there is to do: panels, in the order in which they lie in memory, and some rows of their group with each.
+class AllWork {
+  public:
+    explicit AllWork(const Product& a) : panels_(panels_of(a)) {
+        for (int g = 0; g < a.groups; g++) {
+            const int64_t begin = a.first_row ? a.first_row[g] : 0;
+            const int64_t rows = (a.first_row ? a.first_row[g + 1] : a.rows) - begin;
+            const int64_t parts = (rows + SHARE_ROWS - 1) / SHARE_ROWS;
+            for (int64_t p = 0; p < parts; p++) rows_.push_back({g, begin + p * rows / parts, begin + (p + 1) * rows / parts});
+        }
+    }
+
+    int64_t count() const { return int64_t(rows_.size()) * panels_; }
+
+    Work at(int64_t n, int from = 0, int to = OUTPUTS) const {
+        const Rows& rows = rows_[n / panels_];
+        return {rows.group, int(n % panels_), rows.first, rows.last, from, to};
+    }
+
+    // What one of several threads does of it if all read equally much. HALVES: a panel may be shared by two, who do it last
+    template <bool HALVES>
+    std::vector<Work> share_of(int thread, int threads) const {
+        constexpr int PARTS = HALVES ? 2 : 1, PART = OUTPUTS / PARTS;
+        const int64_t parts = PARTS * count(), begin = parts * thread / threads, end = parts * (thread + 1) / threads;
+        std::vector<Work> share;
+        for (int64_t n = (begin + PARTS - 1) / PARTS; n < end / PARTS; n++) share.push_back(at(n));
+        if (begin < end && begin % PARTS) share.push_back(at(begin / PARTS, PART, OUTPUTS));
+        if (begin < end && end % PARTS) share.push_back(at(end / PARTS, 0, PART));
+        return share;
+    }
+
+  private:
+    struct Rows {
         int group;
         int64_t first, last;
     };
-    std::vector<Work> shares;
-    for (int g = 0; g < a.groups; g++) {
-        const int64_t first = a.first_row ? a.first_row[g] : 0;
-        const int64_t rows = (a.first_row ? a.first_row[g + 1] : a.rows) - first;
-        const int64_t count = (rows + SHARE_ROWS - 1) / SHARE_ROWS;
-        for (int64_t c = 0; c < count; c++) shares.push_back({g, first + c * rows / count, first + (c + 1) * rows / count});
+    const int64_t panels_;
+    std::vector<Rows> rows_;
+};
+
+// Calls do_work(work, next, room) for all there is, next: what the same thread does after it, or null. Each thread has a
+// `Room` of its own. HALVES: half a panel may be done by itself
+template <class Room, bool HALVES, class Function>
+void for_each_work(const Product& a, Function do_work) {
+    const AllWork all(a);
+    const int64_t count = all.count();
+    const bool is_streamed = a.rows <= STREAMED_ROWS * a.groups;
+    if (is_streamed && count < MANY_PANELS) {
+        // Memory is waited for: each thread reads its panels in a line.
+#pragma omp parallel
+        {
+            Room room;
+            const std::vector<Work> share = all.share_of<HALVES>(omp_get_thread_num(), omp_get_num_threads());
+            for (const Work& work : share) do_work(work, &work == &share.back() ? nullptr : &work + 1, room);
+        }
+        return;
     }
-    const int64_t work = int64_t(shares.size()) * panels;
-    // A thread reads panels in a line where memory is waited for. Else a thread that is free takes the next.
-    const int64_t threads = omp_get_max_threads(), even = (work + threads - 1) / threads;
-    const int64_t run = a.rows > STREAMED_ROWS * a.groups ? 1 : work >= MANY_PANELS ? RUN_PANELS : even;
+    // A thread that is free takes the next run of them.
+    const int64_t run = is_streamed ? RUN_PANELS : 1;
 #pragma omp parallel
     {
         Room room;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t begin = 0; begin < work; begin += run) {
-            const int64_t end = std::min(begin + run, work);
-            for (int64_t n = begin; n < end; n++) {
-                const Work& share = shares[n / panels];
-                panel_of_rows(share.group, int(n % panels), share.first, share.last, room);
+        for (int64_t begin = 0; begin < count; begin += run)
+            for (int64_t n = begin; n < std::min(begin + run, count); n++) {
+                // Behind its run lie those that the other threads have taken meanwhile.
+                const int64_t after = n + 1 < begin + run ? n + 1 : n + 1 + run * (omp_get_num_threads() - 1);
+                const Work next = all.at(std::min(after, count - 1));
+                do_work(all.at(n), after < count ? &next : nullptr, room);
             }
-        }
     }
 }
 

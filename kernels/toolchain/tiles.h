@@ -40,6 +40,12 @@ struct TileRows {
     int count;
 };
 
+struct Columns {
+    int from = 0, to = COLUMNS;
+
+    int count() const { return to - from; }
+};
+
 // What `ldtilecfg` reads.
 struct alignas(64) TileLayout {
     uint8_t palette = 1, first_row = 0, unused[14] = {};
@@ -51,17 +57,22 @@ struct alignas(64) TileLayout {
 class Tiles {
   public:
     static constexpr int MOST_ROWS = 2 * TILE;
-    static constexpr int FETCHES = 4;  // for sixteen words of a panel, whatever rows there are
+
+    // How often `multiply` calls `fetch`.
+    static int64_t fetches(int rows, int64_t words, int columns) {
+        return (words + TILE - 1) / TILE * (columns / TILE) * (rows > TILE ? 2 : 1);
+    }
 
     ~Tiles() {
         if (upper_) _tile_release();
     }
 
-    // sums[r][n] (+)= sum over w of rows[r][w] * panel[w][n], pairs by pairs. panel: [words][64]; sums: [rows][64], their
-    // rows `sum_stride` numbers apart. fetch: called now and then, to have memory fetched meanwhile
+    // sums[r][n] (+)= sum over w of rows[r][w] * panel[w][n], pairs by pairs, for some columns n: all, or either half.
+    // panel: [words][64]; sums: [rows][64], their rows `sum_stride` numbers apart. fetch: called now and then, to have
+    // memory fetched meanwhile
     template <class Function>
-    void multiply(TileRows rows, const uint32_t* panel, int64_t words, bool is_new, float* sums, int64_t sum_stride,
-                  Function fetch) {
+    void multiply(TileRows rows, const uint32_t* panel, int64_t words, Columns columns, bool is_new, float* sums,
+                  int64_t sum_stride, Function fetch) {
         const int upper = rows.count > TILE ? (rows.count + 1) / 2 : rows.count;
         const int lower = rows.count > TILE ? rows.count / 2 : 0;
         lay_out(upper, lower);
@@ -73,20 +84,23 @@ class Tiles {
         const char* x = static_cast<const char*>(rows.first);
         // g++ does not know that tiles are loaded from memory, and might write what they load later.
         asm volatile("" : : "r"(x), "r"(panel), "r"(rest_), "r"(sums) : "memory");
-        const Sums to{sums, 4 * sum_stride, is_new};
-        const auto words_at = [&](int64_t w) { return w < whole ? panel + w * COLUMNS : rest_; };
-        if (rows.count <= TILE)
-            one_tile_of_rows(x, rows.stride_bytes, words, words_at, to, fetch);
+        const Sums to{sums + columns.from, 4 * sum_stride, is_new};
+        const auto words_at = [&](int64_t w) { return (w < whole ? panel + w * COLUMNS : rest_) + columns.from; };
+        if (rows.count > TILE)
+            two_tiles_of_rows(x, x + upper * rows.stride_bytes, rows.stride_bytes, words, words_at, columns.count(), to,
+                              Sums{sums + upper * sum_stride + columns.from, 4 * sum_stride, is_new}, fetch);
+        else if (columns.count() == COLUMNS)
+            one_tile_of_rows<true>(x, rows.stride_bytes, words, words_at, to, fetch);
         else
-            two_tiles_of_rows(x, x + upper * rows.stride_bytes, rows.stride_bytes, words, words_at, to,
-                              Sums{sums + upper * sum_stride, 4 * sum_stride, is_new}, fetch);
+            one_tile_of_rows<false>(x, rows.stride_bytes, words, words_at, to, fetch);
     }
 
     // The same sums the other way around, of a few rows as columns: sums[r][n] = sum over w of rows[r][w] * columns[w][n].
     // Sixteen rows each lie `stride_bytes` apart, and the n-th sixteen begin at first[n]. words: whole tiles; columns:
-    // [words][16], of which `count` are of use; sums: [16 * sixteens][16]
+    // [words][16], of which `count` are of use; sums: [16 * sixteens][16]; fetch: called for each tile of rows
+    template <class Function>
     void meet_columns(const void* const* first, int sixteens, int64_t stride_bytes, const uint32_t* columns, int count,
-                      int64_t words, float* sums) {
+                      int64_t words, float* sums, Function fetch) {
         lay_out(count, 0);
         asm volatile("" : : "r"(columns), "r"(sums) : "memory");
         for (int n = 0; n < sixteens; n++) {
@@ -95,6 +109,7 @@ class Tiles {
             for (int64_t w = 0; w < words; w += TILE) {
                 _tile_loadd(6, rows + 4 * w, stride_bytes);
                 _tile_loadd(7, columns + w * TILE, 4 * TILE);
+                fetch();
                 _tile_dpbf16ps(5, 6, 7);
             }
             _tile_stored(5, sums + n * TILE * TILE, 4 * TILE);
@@ -107,6 +122,8 @@ class Tiles {
         float* first;
         int64_t stride_bytes;
         bool are_new;
+
+        Sums behind(int columns) const { return {first + columns, stride_bytes, are_new}; }
     };
 
     // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 of a panel. upper, lower: rows of the first and of the second; 0: there is
@@ -121,12 +138,12 @@ class Tiles {
         _tile_loadconfig(&layout);
     }
 
-    // All 64 columns in one pass.
-    template <class WordsAt, class Function>
+    // All columns in one pass: 64, or half of them.
+    template <bool ALL, class WordsAt, class Function>
     static void one_tile_of_rows(const char* x, int64_t stride, int64_t words, WordsAt words_at, Sums sums,
                                  Function fetch) {
-        const Sums others{sums.first + 2 * TILE, sums.stride_bytes, sums.are_new};
-        begin(sums, others);
+        begin<0>(sums);
+        if (ALL) begin<2>(sums.behind(2 * TILE));
         for (int64_t w = 0; w < words; w += TILE) {
             const uint32_t* panel = words_at(w);
             _tile_loadd(4, x + 4 * w, stride);
@@ -136,6 +153,7 @@ class Tiles {
             _tile_loadd(7, panel + TILE, COLUMN_BYTES);
             fetch();
             _tile_dpbf16ps(1, 4, 7);
+            if (!ALL) continue;
             _tile_loadd(6, panel + 2 * TILE, COLUMN_BYTES);
             fetch();
             _tile_dpbf16ps(2, 4, 6);
@@ -143,15 +161,17 @@ class Tiles {
             fetch();
             _tile_dpbf16ps(3, 4, 7);
         }
-        end(sums, others);
+        end<0>(sums);
+        if (ALL) end<2>(sums.behind(2 * TILE));
     }
 
     // 32 columns in a pass, so that each tile that is loaded meets two others.
     template <class WordsAt, class Function>
     static void two_tiles_of_rows(const char* x, const char* lower_x, int64_t stride, int64_t words, WordsAt words_at,
-                                  Sums sums, Sums lower_sums, Function fetch) {
-        for (int n = 0; n < COLUMNS; n += 2 * TILE, sums.first += 2 * TILE, lower_sums.first += 2 * TILE) {
-            begin(sums, lower_sums);
+                                  int columns, Sums sums, Sums lower_sums, Function fetch) {
+        for (int n = 0; n < columns; n += 2 * TILE, sums.first += 2 * TILE, lower_sums.first += 2 * TILE) {
+            begin<0>(sums);
+            begin<2>(lower_sums);
             for (int64_t w = 0; w < words; w += TILE) {
                 const uint32_t* panel = words_at(w) + n;
                 _tile_loadd(4, x + 4 * w, stride);
@@ -159,36 +179,53 @@ class Tiles {
                 fetch();
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, panel + TILE, COLUMN_BYTES);
+                fetch();
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_loadd(5, lower_x + 4 * w, stride);
                 fetch();
                 _tile_dpbf16ps(2, 5, 6);
+                fetch();
                 _tile_dpbf16ps(3, 5, 7);
             }
-            end(sums, lower_sums);
+            end<0>(sums);
+            end<2>(lower_sums);
         }
     }
 
-    // Tiles 0 and 1 lie side by side, and so do 2 and 3.
-    static void begin(Sums sums, Sums others) {
-        if (sums.are_new) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            return;
+    // Tiles of sums that lie side by side: 0 and 1, or 2 and 3. What numbers a tile is no variable for g++.
+    template <int FIRST>
+    static void begin(Sums sums) {
+        static_assert(FIRST == 0 || FIRST == 2);
+        float* second = sums.first + TILE;
+        if (FIRST == 0) {
+            if (sums.are_new) {
+                _tile_zero(0);
+                _tile_zero(1);
+            } else {
+                _tile_loadd(0, sums.first, sums.stride_bytes);
+                _tile_loadd(1, second, sums.stride_bytes);
+            }
+        } else {
+            if (sums.are_new) {
+                _tile_zero(2);
+                _tile_zero(3);
+            } else {
+                _tile_loadd(2, sums.first, sums.stride_bytes);
+                _tile_loadd(3, second, sums.stride_bytes);
+            }
         }
-        _tile_loadd(0, sums.first, sums.stride_bytes);
-        _tile_loadd(1, sums.first + TILE, sums.stride_bytes);
-        _tile_loadd(2, others.first, others.stride_bytes);
-        _tile_loadd(3, others.first + TILE, others.stride_bytes);
     }
 
-    static void end(Sums sums, Sums others) {
-        _tile_stored(0, sums.first, sums.stride_bytes);
-        _tile_stored(1, sums.first + TILE, sums.stride_bytes);
-        _tile_stored(2, others.first, others.stride_bytes);
-        _tile_stored(3, others.first + TILE, others.stride_bytes);
+    template <int FIRST>
+    static void end(Sums sums) {
+        float* second = sums.first + TILE;
+        if (FIRST == 0) {
+            _tile_stored(0, sums.first, sums.stride_bytes);
+            _tile_stored(1, second, sums.stride_bytes);
+        } else {
+            _tile_stored(2, sums.first, sums.stride_bytes);
+            _tile_stored(3, second, sums.stride_bytes);
+        }
     }
 
     int upper_ = 0, lower_ = 0;
