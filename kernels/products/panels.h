@@ -30,8 +30,9 @@ struct Product {
 
 constexpr int OUTPUTS = 64;             // of a panel
 constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
-constexpr int SHARE_ROWS = 192;         // of x that a thread takes at a time
-constexpr int64_t STREAMED_ROWS = 96;   // up to so many, memory is waited for, and the next panel is fetched meanwhile
+constexpr int64_t SHARE_BYTES = 768 << 10;  // of x that a thread takes at a time: they and a panel stay in its second cache
+constexpr int64_t LEAST_SHARE_ROWS = 192, MOST_SHARE_ROWS = 512;
+constexpr int64_t STREAMED_ROWS = 160;  // up to so many, memory is waited for, and the next panel is fetched meanwhile
 constexpr int64_t MANY_PANELS = 256, RUN_PANELS = 16;  // of so many, a thread takes so many at a time
 
 inline int64_t panels_of(const Product& a) { return (a.outputs + OUTPUTS - 1) / OUTPUTS; }
@@ -81,10 +82,12 @@ void write_rows(const Product& a, const Work& work, int64_t first, int64_t rows,
 class AllWork {
   public:
     explicit AllWork(const Product& a) : panels_(panels_of(a)) {
+        const int64_t row_bytes = a.depth * (a.kind ? 2 : 4);
+        const int64_t most = std::clamp(SHARE_BYTES / row_bytes, LEAST_SHARE_ROWS, MOST_SHARE_ROWS);
         for (int g = 0; g < a.groups; g++) {
             const int64_t begin = a.first_row ? a.first_row[g] : 0;
             const int64_t rows = (a.first_row ? a.first_row[g + 1] : a.rows) - begin;
-            const int64_t parts = (rows + SHARE_ROWS - 1) / SHARE_ROWS;
+            const int64_t parts = (rows + most - 1) / most;
             for (int64_t p = 0; p < parts; p++) rows_.push_back({g, begin + p * rows / parts, begin + (p + 1) * rows / parts});
         }
     }

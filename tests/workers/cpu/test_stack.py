@@ -49,6 +49,7 @@ def test_what_is_read_between_two_layers_has_its_numbers(tmp_path: Path):
 
     def read(some: list[LayerOfCalls]) -> None:
         layer = some[1]
+        set_most_rows(some, 64)
 
         def forward(hidden_states: Tensor, **given: Any) -> Any:
             seen.append((type(hidden_states), float(hidden_states.abs().max())))
