@@ -18,7 +18,7 @@ def kind(request: pytest.FixtureRequest) -> type[PackedLinear]:
     return request.param
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -73,7 +73,7 @@ def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(dtype: to
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     torch.manual_seed(seed)
-    for inputs, outputs in ((640, 200), (2049, 64), (5000, 30)):
+    for inputs, outputs in ((640, 200), (576, 190), (2049, 64), (5000, 30)):  # panels that threads halve, too
         packed = NativeLinear.take_over(layer(inputs, outputs, dtype))
         x = torch.randn(700, inputs).to(dtype)
         torch.set_num_threads(1)
