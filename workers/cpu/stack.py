@@ -65,7 +65,7 @@ class Stack:
         self._x = buffers.take("x", width, layers[0].x_dtype)
         # As long as all products are ours.
         modules = [module for layer in layers for module in (*layer.parts.mixer.modules(), *layer.parts.mlp.modules())]
-        self.most = min(MOST_FEW_ROWS, *(getattr(module, "torch_from_rows", math.inf) - 1 for module in modules))
+        self.most = int(min(MOST_FEW_ROWS, *(getattr(module, "torch_from_rows", math.inf) - 1 for module in modules)))
         # The list, and over which pages and how its attention goes.
         self._views: dict[int, Tensor] | None = None
         self._backend: Backend | None = None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from intarsia.kernels.products import NativeLinear
 from intarsia.kernels.tokenwise import cpu as native
 from intarsia.tests.models import make_checkpoint
 from intarsia.tests.workers.cpu.test_decoder_layer import answers, set_most_rows
@@ -28,7 +29,12 @@ def test_a_step_of_few_rows_calls_no_layer_by_itself(family: str, tmp_path: Path
     run_layer, run_stack = FusedLayer.forward, Stack._run
     monkeypatch.setattr(FusedLayer, "forward", lambda *a, **given: (runs.append("layer"), run_layer(*a, **given))[1])
     monkeypatch.setattr(Stack, "_run", lambda *given: (runs.append("stack"), run_stack(*given))[1])
-    answers(path, lambda _: runs.clear(), max_num_batched_tokens=MOST_FEW_ROWS)
+
+    def begin(some: list[LayerOfCalls]) -> None:
+        set_most_rows(some, MOST_FEW_ROWS)  # whichever way products of many rows go here
+        runs.clear()
+
+    answers(path, begin, max_num_batched_tokens=MOST_FEW_ROWS)
     assert set(runs) == {"stack"}
 
 
@@ -70,7 +76,7 @@ def test_what_is_changed_between_two_layers_is_what_the_next_one_gets(tmp_path: 
         set_most_rows(some, most)
         layer.forward = lambda hidden_states, **given: LayerOfCalls.forward(layer, hidden_states * 2, **given)  # type: ignore[method-assign]
 
-    doubled = answers(path, lambda some: double(some, MOST_FEW_ROWS))
+    doubled = answers(path, lambda some: double(some, stack_of(some).most))
     assert doubled == answers(path, lambda some: double(some, 0)) != answers(path)
 
 
@@ -119,10 +125,12 @@ def test_layers_on_both_sides_of_one_that_is_not_ours_are_stacks_of_their_own(tm
 def test_steps_whose_products_go_torchs_way_are_not_of_few_rows(tmp_path: Path):
     path, found = make_checkpoint("llama", tmp_path / "llama"), []
     answers(path, found.extend)
-    stack = stack_of(found)
-    assert stack.most == MOST_FEW_ROWS
-    found[1].parts.mixer.qkv.torch_from_rows = 9
-    assert Stack(found, Buffers(torch.float32), stack._attention, 64).most == 8
+    attention = stack_of(found)._attention
+    linears = [module for layer in found for module in layer.modules() if isinstance(module, NativeLinear)]
+    for torch_from_rows, most in ((MOST_FEW_ROWS + 1, MOST_FEW_ROWS), (9, 8)):
+        for linear in linears:
+            linear.torch_from_rows = torch_from_rows
+        assert Stack(found, Buffers(torch.float32), attention, 64).most == most
 
 
 def test_angles_that_each_layer_is_given_anew_are_kept_until_they_are_read(tmp_path: Path):
