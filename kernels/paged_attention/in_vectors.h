@@ -176,6 +176,17 @@ inline void load_value(const T* value, int there, Lanes* numbers) {
         widen<T>(load_words(value, there), numbers);
 }
 
+// The value of the key t, by each row's weight, from number `d` on.
+template <class T, int R, int S>
+inline void add_value(const Tile<T>& tile, int m, int t, int d, int there, Lanes (&sum)[R][S * PER_WORD<T>]) {
+    constexpr int V = S * PER_WORD<T>;
+    const float* weights = tile.scores + m * KEYS + t;
+    Lanes numbers[V];
+    load_value<T, S>(tile.values[t] + tile.value_offset + d, there, numbers);
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = fused(numbers[v], all_lanes(weights[r * KEYS]), sum[r][v]);
+}
+
 // Values of the keys [low, high) are added to the sums of R rows: S vectors of words from number `d` on, of which `there`
 // numbers are there.
 template <class T, int R, int S>
@@ -183,18 +194,10 @@ inline void add_values(const Tile<T>& tile, int m, int low, int high, int d, int
     constexpr int V = S * PER_WORD<T>;
     const int width = tile.shape.width;
     float* sums = tile.state.sums + int64_t(m) * width + d;
-    const float* weights = tile.scores + m * KEYS;
     Lanes sum[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sum[r][v] = load_lanes(sums + r * width + v * WIDTH) * all_lanes(shrink[r]);
-    for (int t = low; t < high; t++) {
-        const T* value = tile.values[t] + tile.value_offset + d;
-        Lanes numbers[V];
-        load_value<T, S>(value, there, numbers);
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++)
-                sum[r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), sum[r][v]);
-    }
+    for (int t = low; t < high; t++) add_value<T, R, S>(tile, m, t, d, there, sum);
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) store_lanes(sum[r][v], sums + r * width + v * WIDTH);
 }
@@ -208,20 +211,11 @@ inline void add_values_as_tiles(const Tile<T>& tile, int m, int low, int high, i
     constexpr int V = S * PER_WORD<T>;
     const int width = tile.shape.width;
     float* sums = tile.state.sums + int64_t(m) * width + d;
-    const float* weights = tile.scores + m * KEYS;
     for (int from = low / (2 * TILE) * (2 * TILE); from < high; from += 2 * TILE) {
         Lanes chains[2][R][V] = {};
-        const auto add = [&](int t, auto place) {
-            const T* value = tile.values[t] + tile.value_offset + d;
-            Lanes numbers[V];
-            load_value<T, S>(value, there, numbers);
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < V; v++)
-                    chains[place][r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), chains[place][r][v]);
-        };
         for (int t = std::max(from, low / 2 * 2); t < std::min(from + 2 * TILE, high); t += 2) {
-            if (t >= low) add(t, std::integral_constant<int, 0>());
-            if (t + 1 < high) add(t + 1, std::integral_constant<int, 1>());
+            if (t >= low) add_value<T, R, S>(tile, m, t, d, there, chains[0]);
+            if (t + 1 < high) add_value<T, R, S>(tile, m, t + 1, d, there, chains[1]);
         }
         for (int r = 0; r < R; r++)
             for (int v = 0; v < V; v++) {

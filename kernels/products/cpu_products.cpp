@@ -223,16 +223,13 @@ void in_tiles(const Product& a, const Work& work, const Work* next, Room& room) 
 
 template <class T>
 void product(const Product& a) {
-    const auto do_work = [&](const Work& work, const Work* next, Room& room) {
+    const int parts = a.packed ? 2 : 1;  // what is decoded is decoded by one thread
+    for_each_work<Room>(a, parts, [&](const Work& work, const Work* next, Room& room) {
 #if HAS_TILES
         if (std::is_same_v<T, bfloat16> && may_use_tiles()) return in_tiles(a, work, next, room);
 #endif
         in_vectors<T>(a, work, next, room);
-    };
-    if (a.packed)
-        for_each_work<Room, true>(a, do_work);
-    else
-        for_each_work<Room, false>(a, do_work);
+    });
 }
 
 template <class T>

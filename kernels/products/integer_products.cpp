@@ -317,7 +317,7 @@ void product(const Product& a) {
     const Weight weight(a);
     Inputs x(a.rows, weight.blocks * BLOCK, weight.blocks * weight.runs_of_block());
     round_rows<T>(a, weight.run_columns, weight.subtracted(), x);
-    for_each_work<Room, false>(a, [&](const Work& work, const Work*, Room& room) { do_work<T>(a, weight, x, work, room); });
+    for_each_work<Room>(a, 1, [&](const Work& work, const Work*, Room& room) { do_work<T>(a, weight, x, work, room); });
 }
 
 // -- the weight as numbers ---------------------------------------------------------------------------------------------

@@ -99,15 +99,14 @@ class AllWork {
         return {rows.group, int(n % panels_), rows.first, rows.last, from, to};
     }
 
-    // What one of several threads does of it if all read equally much. HALVES: a panel may be shared by two, who do it last
-    template <bool HALVES>
-    std::vector<Work> share_of(int thread, int threads) const {
-        constexpr int PARTS = HALVES ? 2 : 1, PART = OUTPUTS / PARTS;
-        const int64_t parts = PARTS * count(), begin = parts * thread / threads, end = parts * (thread + 1) / threads;
+    // What one of several threads does of it if all read equally much. parts: 2: two threads may halve a panel, which they
+    // do last; 1: panels stay whole
+    std::vector<Work> share_of(int parts, int thread, int threads) const {
+        const int64_t all = parts * count(), begin = all * thread / threads, end = all * (thread + 1) / threads;
         std::vector<Work> share;
-        for (int64_t n = (begin + PARTS - 1) / PARTS; n < end / PARTS; n++) share.push_back(at(n));
-        if (begin < end && begin % PARTS) share.push_back(at(begin / PARTS, PART, OUTPUTS));
-        if (begin < end && end % PARTS) share.push_back(at(end / PARTS, 0, PART));
+        for (int64_t n = (begin + parts - 1) / parts; n < end / parts; n++) share.push_back(at(n));
+        if (begin < end && begin % parts) share.push_back(at(begin / parts, OUTPUTS / 2, OUTPUTS));
+        if (begin < end && end % parts) share.push_back(at(end / parts, 0, OUTPUTS / 2));
         return share;
     }
 
@@ -121,9 +120,9 @@ class AllWork {
 };
 
 // Calls do_work(work, next, room) for all there is, next: what the same thread does after it, or null. Each thread has a
-// `Room` of its own. HALVES: half a panel may be done by itself
-template <class Room, bool HALVES, class Function>
-void for_each_work(const Product& a, Function do_work) {
+// `Room` of its own. parts: that a panel may be done in, 1 or 2
+template <class Room, class Function>
+void for_each_work(const Product& a, int parts, Function do_work) {
     const AllWork all(a);
     const int64_t count = all.count();
     const bool is_streamed = a.rows <= STREAMED_ROWS * a.groups;
@@ -132,7 +131,7 @@ void for_each_work(const Product& a, Function do_work) {
 #pragma omp parallel
         {
             Room room;
-            const std::vector<Work> share = all.share_of<HALVES>(omp_get_thread_num(), omp_get_num_threads());
+            const std::vector<Work> share = all.share_of(parts, omp_get_thread_num(), omp_get_num_threads());
             for (const Work& work : share) do_work(work, &work == &share.back() ? nullptr : &work + 1, room);
         }
         return;
