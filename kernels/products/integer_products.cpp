@@ -6,199 +6,21 @@
 //     group   columns that share a weight's scale: its runs are summed in float32, then scaled, and added to the output
 //
 // The lanes of a vector are outputs. Each float32 sum runs from the first column to the last, in one order: for one row
-// as for a thousand, whichever thread computes it, however rows are put into blocks and columns are cut.
+// as for a thousand, whichever thread computes it, however rows are put into blocks and columns are cut. Whole numbers may be
+// summed in any order, so many rows meet codes in matrix units where the processor has them.
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
-#include "integers.h"
-#include "panels.h"
+#include "integer_rows.h"
 
 namespace {
 
-constexpr int BLOCK = 32;              // columns
 constexpr int BLOCK_BYTES = BLOCK / 4 * QUAD_BYTES;  // opened
-constexpr int AHEAD_BYTES = 4096;      // what is fetched while codes of eight bits are multiplied
-constexpr int OPENED_BLOCKS = 8;       // of a panel: 16 KiB, which stay in the first cache
-constexpr float NOTHING = 1e-30f;      // inputs so small, all of a block, are zero
-constexpr float TO_WHOLE = 12582912;   // 1.5 * 2^23: with it added, the lowest bits are those of a whole number
-
-// -- inputs in bytes ---------------------------------------------------------------------------------------------------
-
-// Rows of x, rounded; of each run what its sums begin with.
-struct Inputs {
-    int64_t columns, runs;            // columns fill blocks
-    std::unique_ptr<int8_t[]> bytes;  // [rows][columns]
-    std::unique_ptr<float[]> scale;   // [rows][runs]
-    std::unique_ptr<float[]> sum;     // [rows][runs]: of the bytes
-    std::unique_ptr<float[]> scaled_sum;
-    std::unique_ptr<int32_t[]> start;  // [rows][runs]: less what is subtracted from all codes, times the sum
-
-    Inputs(int64_t rows, int64_t columns, int64_t runs)
-        : columns(columns), runs(runs), bytes(new int8_t[rows * columns]), scale(new float[rows * runs]),
-          sum(new float[rows * runs]), scaled_sum(new float[rows * runs]), start(new int32_t[rows * runs]) {}
-};
-
-// Returns the scale. What is not finite makes it so.
-inline float round_block(const float* x, int8_t* bytes) {
-    uint32_t most = 0;
-    for (int k = 0; k < BLOCK; k++) {
-        uint32_t bits;
-        std::memcpy(&bits, x + k, 4);
-        most = std::max(most, bits & 0x7FFFFFFF);
-    }
-    const float largest = float_of(most), times = largest < NOTHING ? 0 : 127.0f / largest;
-    float shifted[BLOCK];
-    for (int k = 0; k < BLOCK; k += WIDTH)
-        store_lanes(rounded(load_lanes(x + k) * all_lanes(times)) + all_lanes(TO_WHOLE), shifted + k);
-    for (int k = 0; k < BLOCK; k++) {
-        uint32_t bits;
-        std::memcpy(&bits, shifted + k, 4);
-        bytes[k] = int8_t(bits);
-    }
-    return largest < NOTHING ? 0 : largest / 127.0f;
-}
-
-template <class T>
-void round_row(const T* x, const int64_t* order, int64_t depth, int run_columns, int less, Inputs& to, int64_t row) {
-    int8_t* bytes = to.bytes.get() + row * to.columns;
-    int64_t at = row * to.runs;
-    for (int64_t k = 0; k < depth; k += BLOCK) {
-        float numbers[BLOCK] = {};
-        const int here = int(std::min<int64_t>(BLOCK, depth - k));
-        if (order)
-            for (int i = 0; i < here; i++) numbers[i] = to_float(x[order[k + i]]);
-        else if (here == BLOCK)
-            for (int i = 0; i < BLOCK; i += LANES) store(load(x + k + i), numbers + i);
-        else
-            for (int i = 0; i < here; i++) numbers[i] = to_float(x[k + i]);
-        const float scale = round_block(numbers, bytes + k);
-        for (int from = 0; from < BLOCK; from += run_columns, at++) {
-            int32_t sum = 0;
-            for (int i = 0; i < run_columns; i++) sum += bytes[k + from + i];
-            to.scale[at] = scale;
-            to.sum[at] = float(sum);
-            to.scaled_sum[at] = float(sum) * scale;
-            to.start[at] = -less * sum;
-        }
-    }
-}
-
-template <class T>
-void round_rows(const Product& a, int run_columns, int less, Inputs& to) {
-#pragma omp parallel for schedule(static) if (a.rows * a.depth > (1 << 14))
-    for (int64_t r = 0; r < a.rows; r++) {
-        const int64_t row = a.row_of ? a.row_of[r] : r;
-        round_row(static_cast<const T*>(a.x) + row * a.x_stride, a.order, a.depth, run_columns, less, to, r);
-    }
-}
-
-// -- a part of a panel -------------------------------------------------------------------------------------------------
-
-// Some of a panel's blocks, opened, with what their groups are scaled by.
-struct Part {
-    const uint8_t* opened;
-    int64_t first_run, runs;
-    int64_t group_runs, run_in_group;  // of the first run here
-    bool is_last;                      // so that a group that goes on ends nevertheless
-    bool has_zero, has_least;
-    const float* zero;   // [groups here][64], negative
-    const float* scale;  // [groups here][64]
-    const float* least;  // [groups here][64], negative
-};
-
-// Of each row the output's sum so far, and that of the group that is under way.
-struct Sums {
-    float* total;  // [rows][64]
-    float* group;  // [rows][64]
-};
-
-// R rows, beginning with one, and V vectors of outputs, beginning with the v-th.
-template <int R, int V, int QUADS, bool IS_SIGNED>
-void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, int64_t ahead_bytes) {
-    const uint8_t* codes = part.opened + v * 4 * WIDTH;
-    const int64_t columns = x.columns, all_runs = x.runs;
-    const int8_t* bytes = x.bytes.get() + row * columns + part.first_run * QUADS * 4;
-    const int64_t first = row * all_runs + part.first_run;
-    float* total = sums.total + v * WIDTH;
-    float* group = sums.group + v * WIDTH;
-    const bool is_wide = part.group_runs > 1;
-    int64_t in_group = part.run_in_group, at = v * WIDTH;  // of the group in `scale`
-    for (int64_t run = 0; run < part.runs; run++, bytes += QUADS * 4) {
-        Ints sum[R][V];
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < V; i++) sum[r][i] = Ints{} + x.start[first + r * all_runs + run];
-        for (int quad = 0; quad < QUADS; quad++, codes += QUAD_BYTES) {
-            Words code[V];
-            for (int i = 0; i < V; i++) {
-                code[i] = load_words(reinterpret_cast<const uint32_t*>(codes + i * 4 * WIDTH));
-                if (IS_SIGNED) code[i] = (Words)((Bytes)code[i] ^ uint8_t(LESS_OF_8_BITS));
-                if (ahead_bytes) prefetch_far(codes + ahead_bytes + i * 4 * WIDTH);
-            }
-            for (int r = 0; r < R; r++) {
-                uint32_t word;
-                std::memcpy(&word, bytes + r * columns + quad * 4, 4);
-                for (int i = 0; i < V; i++) sum[r][i] = add_products<IS_SIGNED>(sum[r][i], code[i], all_words(word));
-            }
-        }
-        const bool ends = ++in_group == part.group_runs || (part.is_last && run == part.runs - 1);
-        for (int r = 0; r < R; r++) {
-            const int64_t here = first + r * all_runs + run;
-            const Lanes scale = all_lanes(x.scale[here]);
-            for (int i = 0; i < V; i++) {
-                float* total_at = total + r * OUTPUTS + i * WIDTH;
-                float* group_at = group + r * OUTPUTS + i * WIDTH;
-                Lanes number = floats_of(sum[r][i]);
-                if (part.has_zero)
-                    number = add_scaled(number, load_lanes(part.zero + at + i * WIDTH), all_lanes(x.sum[here]));
-                number = is_wide ? add_scaled(load_lanes(group_at), number, scale) : number * scale;
-                if (!ends) {
-                    store_lanes(number, group_at);
-                    continue;
-                }
-                number = add_scaled(load_lanes(total_at), number, load_lanes(part.scale + at + i * WIDTH));
-                if (part.has_least)
-                    number = add_scaled(number, load_lanes(part.least + at + i * WIDTH), all_lanes(x.scaled_sum[here]));
-                store_lanes(number, total_at);
-                if (is_wide) store_lanes(Lanes{}, group_at);
-            }
-        }
-        if (ends) in_group = 0, at += OUTPUTS;
-    }
-}
-
-template <int R, int QUADS, bool IS_SIGNED>
-void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
-    constexpr int V = most_vectors(R);
-    for (int v = 0; v < STEP_LANES; v += V) block<R, V, QUADS, IS_SIGNED>(part, x, row, v, sums, ahead_bytes);
-}
-
-template <int QUADS, bool IS_SIGNED>
-void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
-    switch (rows) {
-        case 1: return vectors_of_block<1, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 2: return vectors_of_block<2, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 3: return vectors_of_block<3, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 4: return vectors_of_block<4, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 5: return vectors_of_block<5, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        default: return vectors_of_block<6, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-    }
-}
-
-// ahead_bytes: so far ahead memory is fetched; 0: it is not
-void some_rows(int rows, int run_columns, bool is_of_8_bits, const Part& part, const Inputs& x, int64_t row,
-               const Sums& sums, int64_t ahead_bytes) {
-    constexpr bool HAS_SIGNED = !HAS_FOURS;
-    if (HAS_SIGNED && is_of_8_bits) {
-        if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
-        return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
-    }
-    if (run_columns == BLOCK) return rows_of_block<8, false>(rows, part, x, row, sums, ahead_bytes);
-    rows_of_block<4, false>(rows, part, x, row, sums, ahead_bytes);
-}
+constexpr int AHEAD_BYTES = 4096;                    // what is fetched while codes of eight bits are multiplied
+constexpr int OPENED_BLOCKS = 8;                     // of a panel: 16 KiB, which stay in the first cache
 
 // -- a weight ----------------------------------------------------------------------------------------------------------
 
@@ -239,8 +61,12 @@ struct Weight {
 
 // Where a thread opens codes, and keeps sums.
 struct Room {
-    std::vector<uint8_t> opened;
+    struct alignas(64) Line {
+        uint8_t bytes[64];
+    };
+    std::vector<Line> opened;
     std::vector<float> zero, scale, least, sums;
+    ByteTiles tiles;
 
     // Blocks [from, to) of a panel, with what a product needs.
     Part part(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
@@ -257,11 +83,11 @@ struct Room {
     // Codes of eight bits lie as if they were opened.
     const uint8_t* open(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
         if (weight.is_of_8_bits) return weight.codes.codes + (panel * weight.blocks + from) * BLOCK_BYTES;
-        opened.resize((to - from) * BLOCK_BYTES);
+        opened.resize((to - from) * BLOCK_BYTES / sizeof(Line));
         with_code_kind(weight.codes.code_kind, [&](auto kind) {
-            open_blocks<kind()>(weight.codes, weight.blocks, panel, from, to, opened.data());
+            open_blocks<kind()>(weight.codes, weight.blocks, panel, from, to, opened.data()->bytes);
         });
-        return opened.data();
+        return opened.data()->bytes;
     }
 
     void load_scales_of_groups(const Codes& a, int64_t panel, int64_t first, int64_t groups) {
@@ -298,14 +124,22 @@ void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work
     room.sums.assign(2 * rows * OUTPUTS, 0.0f);
     float* total = room.sums.data();
     float* of_group = total + rows * OUTPUTS;
-    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;  // of rows, of nearly equal size
+    const bool is_in_tiles = in_tiles(rows);
+    const int most = is_in_tiles ? TILE : MOST_ROWS;
+    const int64_t blocks = (rows + most - 1) / most;  // of rows, of nearly equal size
     for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
         const Part part = room.part(weight, at, from, std::min(weight.blocks, from + OPENED_BLOCKS));
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
+            const int64_t begin = b * rows / blocks, ahead_bytes = weight.is_of_8_bits && b == 0 ? AHEAD_BYTES : 0;
+            const int here = int((b + 1) * rows / blocks - begin);
             const Sums sums{total + begin * OUTPUTS, of_group + begin * OUTPUTS};
-            some_rows(int(end - begin), weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums,
-                      weight.is_of_8_bits && b == 0 ? AHEAD_BYTES : 0);
+#if HAS_BYTE_TILES
+            if (is_in_tiles) {
+                rows_in_tiles(here, weight.run_columns, part, x, first + begin, sums, ahead_bytes, room.tiles);
+                continue;
+            }
+#endif
+            some_rows(here, weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums, ahead_bytes);
         }
     }
     if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);
