@@ -95,7 +95,8 @@ class LLM:
     dtype                     'auto': auto, float32, bfloat16 or float16. auto: as saved.
     attention_backend         None (the first that fits): native, triton, flash, flash-legacy, torch or reference.
     max_images_per_request    1: Where the model takes images.
-    prefill_share             0.5: Share of a step's time that prompts get at least while others decode; 1: all.
+    prefill_share             0.5: Share of a step's time that prompts get at least while others decode; 1: all. A
+                              prompt that ends with twice that borrows it from the next step.
     token_interval_ms         None (as prefill_share has it): Milliseconds wanted between two tokens of an answer.
                               Prompts get what is left of them, and a block per step at least.
     priority_ageing_s         30.0: Seconds of waiting that make up for one level of priority.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager
 from ..request import Request
+from .prefill_budget import Allowance
 from .settings import SchedulerSettings
 from .step_draft import StepDraft
 
@@ -21,10 +22,11 @@ class Chunks:
         """gives_way: makes room for a request that lacks blocks; False if there is nothing to make it of."""
         self._gives_way = gives_way
 
-    def tokens(self, request: Request, left: int) -> int:
+    def tokens(self, request: Request, left: Allowance) -> int:
         """How many tokens a request had better compute in a step that has so many left for prompts; 0: none."""
         # 1. What the step and the settings allow; a request that did not fit otherwise goes a block at a time.
-        most = min(request.remaining_tokens, left, self._most_tokens or left)
+        most = left.of(request.remaining_tokens)
+        most = min(most, self._most_tokens or most)
         if request.is_cautious:
             most = min(most, self._manager.plan.block_tokens)
         # 2. A prompt stops before its last token once: forks go on from there.

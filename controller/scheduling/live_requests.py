@@ -17,6 +17,7 @@ from ..request import Request
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .preemption import Preemption
+from .prefill_budget import Allowance
 from .prefixes import named
 from .seats import Seats
 from .sharing import Sharing
@@ -112,8 +113,8 @@ class LiveRequests:
 
     # -- they move ---------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, left: int, now_s: float, draft: StepDraft) -> int:
-        """Have a waiting request run, and compute up to `left` tokens. Returns how many; 0, with nothing changed, for
+    def admit(self, request: Request, left: Allowance, now_s: float, draft: StepDraft) -> int:
+        """Have a waiting request run, and compute of what is `left`. Returns how many; 0, with nothing changed, for
         lack of blocks."""
         tokens = self._seats.admit(request, left, now_s, draft)
         if tokens:

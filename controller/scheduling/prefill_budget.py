@@ -3,7 +3,8 @@
 A request that decodes waits for the whole step, the prompts in it included. So a step's time is shared. Prompts get the
 share that they have by number among all requests of the step, and never less than `prefill_share`; or, with
 `token_interval_ms`, what is left of that time after the tokens of answers. Nothing is limited before it is known what
-steps take (`step_times.py`).
+steps take (`step_times.py`). A prompt that ends with twice its share borrows that from the next step, since two steps
+would take longer than one.
 
 Prompts of one tenant leave up to half of what a step holds to those of other tenants. After a step that did not fit in
 memory, steps hold fewer tokens of prompts, and more again after a while.
@@ -11,6 +12,7 @@ memory, steps hold fewer tokens of prompts, and more again after a while.
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..request import Request
 from .settings import SchedulerSettings
@@ -35,13 +37,27 @@ MOST_WAITING = 16
 """Waiting requests that room is kept for beside another tenant's prompts."""
 
 
+class Allowance(NamedTuple):
+    """Tokens of its prompt that a request may compute in a step."""
+
+    tokens: int
+    to_end: int = 0  # so many more, if its prompt ends with them
+
+    def of(self, remaining: int) -> int:
+        """remaining: tokens that it lacks"""
+        return remaining if self.tokens > 0 and remaining <= self.tokens + self.to_end else min(remaining, self.tokens)
+
+
 class StepBudget:
     """Tokens of prompts that one step may still take. Made anew for each plan."""
 
-    __slots__ = ("_first_tenant", "_left_for_first", "left")
+    __slots__ = ("_first_tenant", "_left_for_first", "_lendable", "borrowed", "left")
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int, lendable: int = 0):
+        """lendable: tokens that prompts may borrow to end in this step"""
         self.left = tokens
+        self.borrowed = 0  # of the next step's
+        self._lendable = lendable
         self._first_tenant: str | None = None  # the tenant that leaves something to others
         self._left_for_first = tokens
 
@@ -56,12 +72,21 @@ class StepBudget:
         needed += sum(len(each.tokens) for each in waiting if each.options.tenant != first)
         self._first_tenant, self._left_for_first = first, self.left - min(self.left // 2, needed)
 
-    def left_for(self, tenant: str) -> int:
-        return min(self.left, self._left_for_first) if tenant == self._first_tenant else self.left
+    def left_for(self, tenant: str) -> Allowance:
+        if tenant == self._first_tenant and self._left_for_first < self.left:
+            return Allowance(self._left_for_first)
+        return self.left_for_waiting
+
+    @property
+    def left_for_waiting(self) -> Allowance:
+        """Of a request that begins, of any tenant."""
+        return Allowance(self.left, self._lendable - self.borrowed)
 
     def spend(self, tenant: str, tokens: int) -> None:
-        assert 0 <= tokens <= self.left, f"{tokens} tokens of a prompt are planned, and the step has {self.left} left"
-        self.left -= tokens
+        lent = max(0, tokens - self.left)
+        assert lent <= self._lendable - self.borrowed, f"{tokens} tokens are planned, and the step has {self.left} left"
+        self.left -= tokens - lent
+        self.borrowed += lent
         if tenant == self._first_tenant:
             self._left_for_first -= tokens
 
@@ -78,6 +103,7 @@ class PrefillBudget:
         self._times = times
         self._max_tokens = self._most_tokens  # less, after a step that did not fit in memory
         self._grow_at = 0  # the step from which more is tried again
+        self._last, self._last_step = StepBudget(0), 0  # that was limited
 
     def open(self, step: int, decoding: int, prompts: int) -> StepBudget:
         """The budget of a step in which so many requests decode, and so many prompts can be computed.
@@ -85,10 +111,17 @@ class PrefillBudget:
         step: how many were planned before it
         """
         self._grow(step)
-        left = max(0, self._max_tokens - decoding)
-        if not decoding or not prompts:
-            return StepBudget(left)
-        return StepBudget(int(min(left, max(self.fair_tokens(decoding, prompts), self._block_tokens))))
+        room = max(0, self._max_tokens - decoding)
+        fair = self.fair_tokens(decoding, prompts) if decoding and prompts else float("inf")
+        if fair >= room:
+            return StepBudget(room)
+        # What an earlier step has borrowed is given back by each step since, with prompts or without.
+        steps_since = max(0, step - self._last_step - 1)
+        owed = max(0, self._last.borrowed - fair * steps_since)
+        left = min(room, int(max(fair - owed, self._block_tokens)))
+        lendable = 0 if owed or self._interval_us is not None else min(left, room - left)
+        self._last, self._last_step = StepBudget(left, lendable), step
+        return self._last
 
     def fair_tokens(self, decoding: int, prompts: int) -> float:
         """Tokens of prompts that take no more of a step's time than is fair to so many requests that decode.

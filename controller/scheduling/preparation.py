@@ -23,7 +23,7 @@ from ..leases.leases import leases_of
 from ..request import Request
 from .chunks import Chunks
 from .outcome import StepUnderWay
-from .prefill_budget import PrefillBudget
+from .prefill_budget import Allowance, PrefillBudget
 from .prefixes import lookup, named
 from .seats import Seats
 from .step_draft import StepDraft
@@ -178,7 +178,7 @@ class Preparation:
         """Plan a chunk of up to `most` tokens. False if there is no room for one."""
         request = wanted.request
         start = request.computed_tokens
-        tokens = self._room(wanted, start + self._chunks.tokens(request, most)) - start
+        tokens = self._room(wanted, start + self._chunks.tokens(request, Allowance(most))) - start
         if tokens <= 0 or not self._chunks.advance(request, tokens, draft, is_new=is_new):
             return False
         wanted.computed_tokens += tokens

@@ -292,7 +292,7 @@ class Scheduler:
         return admitted
 
     def _admit(self, request: Request, budget: StepBudget, now_s: float) -> bool:
-        tokens = self._live.admit(request, budget.left, now_s, self._draft)
+        tokens = self._live.admit(request, budget.left_for_waiting, now_s, self._draft)
         budget.spend(request.options.tenant, tokens)
         return tokens > 0
 

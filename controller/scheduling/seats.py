@@ -10,6 +10,7 @@ from ...kvcache.manager import CacheManager
 from ..request import Request
 from .chunks import Chunks
 from .preemption import Preemption
+from .prefill_budget import Allowance
 from .prefixes import lookup
 from .settings import SchedulerSettings
 from .step_draft import StepDraft
@@ -31,8 +32,8 @@ class Seats:
 
     # -- ways to a slot ----------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, left: int, now_s: float, draft: StepDraft) -> int:
-        """A slot, and the blocks of a first chunk of up to `left` tokens, for a request that waits. Returns the tokens
+    def admit(self, request: Request, left: Allowance, now_s: float, draft: StepDraft) -> int:
+        """A slot, and the blocks of a first chunk of what is `left`, for a request that waits. Returns the tokens
         of that chunk; 0, with nothing taken, for lack of blocks."""
         is_alone = not self.running
         # 1. Blocks that wait in host memory come back. If even an empty pool has no room for them and the next chunk,
@@ -74,7 +75,7 @@ class Seats:
         self._seat(fork, parent.computed_tokens)
         self._begin(fork, draft, has_encoded=True)
 
-    def _swap_in(self, request: Request, left: int, draft: StepDraft) -> int:
+    def _swap_in(self, request: Request, left: Allowance, draft: StepDraft) -> int:
         """As `admit`, for a request whose blocks wait in host memory."""
         assert request.swapped is not None, f"request {request.id} has nothing in host memory"
         blocks = self._preemption.reopen(request)

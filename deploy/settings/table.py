@@ -73,7 +73,8 @@ class EngineArguments(TypedDict, total=False):
     max_images_per_request: Annotated[int, Setting(1, "engine.max_images_per_request", "Where the model takes images.")]
     prefill_share: Annotated[float, Setting(
         0.5, "scheduler.prefill_share",
-        "Share of a step's time that prompts get at least while others decode; 1: all.")]
+        "Share of a step's time that prompts get at least while others decode; 1: all.",
+        more="A prompt that ends with twice that borrows it from the next step.")]
     token_interval_ms: Annotated[float | None, Setting(
         None, "scheduler.token_interval_ms", "Milliseconds wanted between two tokens of an answer.",
         "as prefill_share has it", more="Prompts get what is left of them, and a block per step at least.")]

@@ -119,6 +119,60 @@ def test_steps_shrink_to_a_block_at_most_and_never_grow_by_it(most_tokens: int, 
     assert budget.open(0, 0, 1).left == least
 
 
+# Prompts that end in this step
+
+SHARE = 99
+"""Tokens beside ten requests that decode, of `known_times`: 99.99, as learnt."""
+
+
+@pytest.mark.parametrize(
+    ("remaining", "tokens"), [(60, 60), (SHARE, SHARE), (SHARE + 1, SHARE + 1), (2 * SHARE, 2 * SHARE)]
+)
+def test_a_prompt_that_ends_with_twice_its_share_gets_it(remaining: int, tokens: int):
+    assert budget_of(known_times()).open(0, 10, 1).left_for("a").of(remaining) == tokens
+
+
+@pytest.mark.parametrize("remaining", [2 * SHARE + 1, 5000])
+def test_a_longer_prompt_gets_its_share(remaining: int):
+    assert budget_of(known_times()).open(0, 10, 1).left_for("a").of(remaining) == SHARE
+
+
+def test_what_was_borrowed_is_lacking_in_the_next_step_and_is_given_back_by_each_step_since():
+    budget = budget_of(known_times())
+    first = budget.open(0, 10, 1)
+    first.spend("a", SHARE + 60)
+    assert (first.left, first.borrowed) == (0, 60)
+    assert budget.open(1, 10, 1).left_for("a") == (SHARE - 60, 0)
+    assert budget.open(2, 10, 1).left_for("a") == (SHARE, SHARE)
+    budget.open(3, 10, 1).spend("a", 2 * SHARE)
+    assert budget.open(5, 10, 1).left_for("a") == (SHARE, SHARE)
+
+
+def test_one_prompt_borrows_and_the_next_ones_get_what_is_left():
+    budget = budget_of(known_times()).open(0, 10, 1)
+    budget.spend("a", 29)
+    assert [budget.left_for("a").of(remaining) for remaining in (70 + SHARE, 71 + SHARE)] == [70 + SHARE, 70]
+    budget.spend("a", 90)
+    assert budget.left_for("a").of(10) == 0
+    assert budget.borrowed == 20
+
+
+def test_a_tenant_that_leaves_half_of_a_step_to_others_borrows_nothing():
+    budget = budget_of(known_times()).open(0, 10, 1)
+    budget.share([prompt("a", 500)], [prompt("b", 500)])
+    assert budget.left_for("a").of(90) == 50
+    assert budget.left_for("b").of(190) == 190
+
+
+def test_with_a_wanted_interval_nothing_is_borrowed():
+    settings = SchedulerSettings(max_num_batched_tokens=1 << 20, token_interval_ms=20.0)
+    assert PrefillBudget(settings, 4, known_times()).open(0, 10, 1).left_for("a") == (SHARE, 0)
+
+
+def test_a_step_lends_no_more_than_it_holds():
+    assert budget_of(known_times(), most_tokens=150).open(0, 10, 1).left_for("a") == (SHARE, 140 - SHARE)
+
+
 # Two tenants
 
 
@@ -139,14 +193,14 @@ def prompt(tenant: str, tokens: int) -> Request:
 def test_the_most_senior_tenant_leaves_up_to_half_to_others_that_need_it(running: list, waiting: list, left: int):
     budget = StepBudget(100)
     budget.share([prompt(*each) for each in running], [prompt(*each) for each in waiting])
-    assert (budget.left_for("a"), budget.left_for("b")) == (left, 100)
+    assert (budget.left_for("a").tokens, budget.left_for("b").tokens) == (left, 100)
 
 
 def test_what_one_tenant_spends_is_lacking_to_all():
     budget = StepBudget(100)
     budget.share([prompt("a", 500)], [prompt("b", 500)])
     budget.spend("b", 60)
-    assert (budget.left_for("a"), budget.left_for("b")) == (40, 40)
+    assert (budget.left_for("a").tokens, budget.left_for("b").tokens) == (40, 40)
     budget.spend("a", 40)
     assert budget.left == 0
 
