@@ -225,133 +225,22 @@ PEERS: dict[str, Callable[[str, int], dict[str, float]]] = {
 def controller(args: argparse.Namespace) -> dict[str, Any]:
     """Requests that decode, with workers that answer at once: what is left is the controller's own work. Once with a
     pool that has blank blocks, once with one that is full of known prefixes, so that every block must be made free."""
+    from null_model import rounds_us
+
     return {
         "model": "48 layers: 40 of a window of 1,024, 8 full; blocks of 16 tokens",
         "requests": [
             {"requests": count, "pool": "full of prefixes" if is_full else "with room"}
-            | asyncio.run(_null_model(count, args.rounds, is_full))
+            | _of_rounds(asyncio.run(rounds_us(count, args.rounds, is_full)))
             for count in (1, 32, 256)
             for is_full in (False, True)
         ],
     }
 
 
-async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[str, float]:
-    from intarsia.controller.delivery import Delivery
-    from intarsia.controller.engine import Engine
-    from intarsia.controller.scheduling.scheduler import Scheduler
-    from intarsia.controller.scheduling.settings import SchedulerSettings
-    from intarsia.kvcache.manager import CacheManager
-    from intarsia.kvcache.plan import PlanSettings
-    from intarsia.kvcache.reach import Full, Sliding
-    from intarsia.kvcache.spec import LayerSpec
-    from intarsia.kvcache.strategies import plan_memory
-    from intarsia.proto.codec import pack
-    from intarsia.proto.request import USUAL_OPTIONS, GenerateRequest, SamplingParams
-    from intarsia.proto.status import EngineInfo
-    from intarsia.proto.step import Step, StepResult
-
-    class Null:
-        """Workers without a model. Both ways a step is packed and unpacked, as over the stream."""
-
-        async def start_step(self, step: Step) -> StepResult:
-            received = Step.unpack(step.pack())
-            known.update((entry.slot, [entry.computed_tokens, len(entry.tokens)]) for entry in received.admit)
-            drawing = len(received.decode)
-            for entry in received.advance:
-                progress = known[entry.slot]
-                progress[0] += entry.tokens
-                drawing += progress[0] >= progress[1]
-                progress[1] += progress[0] >= progress[1]
-            for slot in received.decode:
-                known[slot][0] += 1
-                known[slot][1] += 1
-            return StepResult.unpack(StepResult(step.epoch, step.number, (7,) * drawing, run_us=1).pack())
-
-        async def prepare_form(self, kind: str, text: str) -> None:
-            raise NotImplementedError
-
-        async def status(self) -> Any:
-            return []
-
-        async def rebuild(self) -> None:
-            raise NotImplementedError
-
-        async def lost(self) -> Any:
-            await asyncio.Event().wait()
-
-    known: dict[int, list[int]] = {}
-    layers = tuple(
-        LayerSpec(index, Full() if index % 6 == 5 else Sliding(1024), 8, 128, 128, item_bytes=2) for index in range(48)
-    )
-    plan = plan_memory(layers, PlanSettings(memory_bytes=64 * 2**30, block_tokens=16), 8192)
-    manager = CacheManager(plan)
-    engine = Engine(
-        EngineInfo(
-            "null", "", "null", "float32", "cpu", 1, 0, 512, 8192, 256, 8192, (), plan.strategy, (), plan.usable_blocks,
-            plan.num_buffers, plan.memory_bytes, 1.0, True,
-        ),
-        Scheduler(SchedulerSettings(max_num_seqs=256, max_num_batched_tokens=8192), manager),
-        manager,
-        Null(),
-    )  # fmt: skip
-    loop = asyncio.create_task(engine.run())
-    found = []
-    for round_ in range(rounds):
-        if is_full:
-            _fill(manager)
-        else:
-            engine.reset_prefix_cache()
-        left = asyncio.Event()
-        open_answers = count
-
-        def sink(delivery: Delivery, left: asyncio.Event = left) -> None:
-            nonlocal open_answers
-            pack(delivery)
-            open_answers -= sum(item.finish_reason is not None for _, item in delivery.deltas)
-            if open_answers == 0:
-                left.set()
-
-        rng = random.Random(round_)
-        for n in range(count):
-            prompt = [rng.randrange(512) for _ in range(512 + rng.randrange(256))]
-            sampling = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True)
-            engine.submit(GenerateRequest(prompt, sampling, (), USUAL_OPTIONS, 0.0, len(prompt), False), n, sink)
-        while engine.stats.generated_tokens < (round_ * 512 + 2) * count:  # all decode
-            await asyncio.sleep(0)
-        before = (engine.stats.steps, engine.stats.plan_us, engine.stats.commit_us, time.perf_counter())
-        while engine.stats.steps < before[0] + 400:
-            await asyncio.sleep(0)
-        steps = engine.stats.steps - before[0]
-        found.append(
-            {
-                "plan_us": (engine.stats.plan_us - before[1]) / steps,
-                "commit_us": (engine.stats.commit_us - before[2]) / steps,
-                "all_us": (time.perf_counter() - before[3]) * 1e6 / steps,
-            }
-        )
-        await left.wait()
-    loop.cancel()
-    await asyncio.gather(loop, return_exceptions=True)
-    median = {name: _median(found, name) for name in found[0]}
+def _of_rounds(rounds_us: list[dict[str, float]]) -> dict[str, float]:
+    median = {name: _median(rounds_us, name) for name in rounds_us[0]}
     return {"controller_us_per_step": round(median["plan_us"] + median["commit_us"], 1), **median}
-
-
-def _fill(manager: Any) -> None:
-    """Known prefixes in every block."""
-    from intarsia.kvcache.ids import RequestId
-
-    number = 1 << 40
-    while manager.pool.num_free_pages:
-        number += 1
-        tokens = [number % 997 + n for n in range(4096)]
-        tokens[0] = number % 100_000
-        request = RequestId(number)
-        manager.open(request, manager.lookup(tokens))
-        for length in range(512, 4097, 512):
-            manager.extend(request, length)
-            manager.commit(request)
-        manager.release(request)
 
 
 # -- hybrid beside uniform -------------------------------------------------------------------------------------------

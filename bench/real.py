@@ -6,11 +6,13 @@
 
 MODEL is gemma-3-270m or smollm2-135m-instruct (both, if none is named), a shape of `real_sides/models.py` (`--shapes`:
 all of them; random weights, this and another checkout of ours only), or a checkpoint folder. Offline, 1, 8 and 32
-streams of real English each get new tokens, greedy; with --http, `vllm bench serve` loads servers. Sides take turns
+streams of real English each get new tokens, greedy, from the model in 16 bits, and from the file that it comes in, as
+it is ("packed", as llama.cpp reads it); with --http, `vllm bench serve` loads servers. Sides take turns
 within each round. Prints one JSON object, medians of the rounds, and a table to standard error:
 
     decode_tokens_per_s   from when the last stream has its first token, to the end
     total_tokens_per_s    new tokens over the whole time, prefill included
+    first_token_ms        mean of the streams, all of which begin at once
     token_mb              what a new token must read: its share of the step's weights, its keys, values and states
     share_of_memory       token_mb x decode_tokens_per_s / what memory gave to as many threads in the same run
 
@@ -97,7 +99,7 @@ def _streams(
     length = args.prompt_tokens + args.new_tokens // 2
     rows = []
     for side in sides:
-        gguf = model.gguf() if side.name == "llama.cpp" else None
+        gguf = model.gguf() if side.name in ("packed", "llama.cpp") else None
         token_bytes = model.token_bytes(args.dtype, streams, length, gguf)
         rows.append(
             {

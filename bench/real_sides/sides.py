@@ -19,6 +19,7 @@ PAUSE_S = 2.0
 """Before a side works: threads of the last one spin for a while once they have nothing to do, vLLM's for a second."""
 
 NO_VLLM = "no interpreter with vLLM is named: --vllm-python"
+NO_GGUF = "there is no GGUF file"
 
 
 def environment() -> dict[str, str]:
@@ -84,10 +85,10 @@ class Side:
 
 
 def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
-    def python(name: str, interpreter: str | None, kind: str, reason: str = "") -> Side:
+    def python(name: str, interpreter: str | None, kind: str, reason: str = "", **more: str) -> Side:
         if interpreter is None or reason or shutil.which(interpreter) is None:
             return Side(name, None, reason or f"there is no interpreter at {interpreter}")
-        return Side(name, [interpreter, "-P", str(HERE / "children.py"), kind, json.dumps(options)])
+        return Side(name, [interpreter, "-P", str(HERE / "children.py"), kind, json.dumps(options | more)])
 
     max_tokens = args.prompt_tokens + args.new_tokens + 16  # of a stream, with some to spare
     options = {
@@ -97,18 +98,19 @@ def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
     other = str(Path(args.other).resolve() / ".venv/bin/python") if args.other else None
     no_peer = "a shape is measured for ours only" if model.is_shape else ""
     node, folder = shutil.which("node"), args.llama_cpp
-    file = model.gguf() if folder else None
+    file = model.gguf()
     if node and file and folder:
         sizes = (str(args.threads), str(max_tokens))
         llama_cpp = Side(
             "llama.cpp", [node, str(HERE / "llama_cpp.mjs"), str(Path(folder).resolve()), str(file), *sizes]
         )
     else:
-        missing = ("no folder with node-llama-cpp is named: --llama-cpp", "there is no node", "there is no GGUF file")
+        missing = ("no folder with node-llama-cpp is named: --llama-cpp", "there is no node", NO_GGUF)
         reasons = [reason for reason, there in zip(missing, (folder, node, file), strict=True) if not there]
         llama_cpp = Side("llama.cpp", None, no_peer or reasons[0])
     return [
         python("ours", sys.executable, "ours"),
+        python("packed", sys.executable, "ours", "" if file else NO_GGUF, model=str(file)),
         python("other", other, "ours", "" if other else "no other checkout is named: --other"),
         python("transformers", sys.executable, "transformers", no_peer),
         python("vllm", args.vllm_python, "vllm", no_peer or ("" if args.vllm_python else NO_VLLM)),
@@ -118,10 +120,12 @@ def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
 
 def speeds(times: list[list[float]]) -> dict[str, float]:
     """`times`: when each stream's tokens came, in seconds since all were asked for."""
-    decoding_s = max(stream[0] for stream in times)
+    first_s = [stream[0] for stream in times]
+    decoding_s = max(first_s)
     end_s = max(stream[-1] for stream in times)
     late = sum(at_s > decoding_s for stream in times for at_s in stream)
     return {
         "decode_tokens_per_s": late / (end_s - decoding_s) if late else 0.0,
         "total_tokens_per_s": sum(map(len, times)) / end_s,
+        "first_token_ms": 1e3 * sum(first_s) / len(first_s),
     }
