@@ -29,7 +29,7 @@ def test_quick_run_measures_ours_and_transformers(tmp_path: Path):
 
 def test_decoding_is_counted_from_the_last_first_token():
     found = speeds([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
-    assert found == {"decode_tokens_per_s": 5 / 3, "total_tokens_per_s": 8 / 5}
+    assert found == {"decode_tokens_per_s": 5 / 3, "total_tokens_per_s": 8 / 5, "first_token_ms": 1500.0}
 
 
 @pytest.mark.parametrize("streams, experts_read", [(1, 1 / 2), (3, 7 / 8)])  # 2 of 4, and those of any stream
