@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.pages import copy_pages, put_pages, take_pages
+from ..kernels.toolchain.huge_pages import zeros
 from ..kernels.transfer import Arrival
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
-from .huge_pages import zeros
 
 
 class Pages:
