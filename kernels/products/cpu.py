@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..toolchain import cpp
+from ..toolchain import cpp, huge_pages
 from ..toolchain.calls import Call
-from ..toolchain.huge_pages import WEIGHTS
 from .codes import Codes, as_bytes
 from .protocol import CodesLinear, PackedLinear
 
@@ -76,7 +75,7 @@ class PackedWeights:
         self.dtype = weights.dtype
         self._steps = -(-self.inputs * weights.itemsize // WORD_BYTES)
         group_words = -(-self.outputs // PANEL_OUTPUTS) * self._steps * PANEL_OUTPUTS
-        self._words = WEIGHTS.empty((self.groups, group_words), torch.int32)
+        self._words = huge_pages.LASTING.empty((self.groups, group_words), torch.int32)
         self._biases = None if biases is None else biases.to(self.dtype).contiguous()
         for weight, words in zip(weights, self._words, strict=True):
             weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -171,7 +170,7 @@ class PackedWeights:
         if self._kept is None or rows > MOST_KEPT_ROWS:
             return torch.empty(rows, self.outputs, dtype=self.out_dtype)
         if len(self._kept) < rows:
-            self._kept = torch.empty(rows, self.outputs, dtype=self.out_dtype)
+            self._kept = huge_pages.apart((rows, self.outputs), self.out_dtype)
         return self._kept[:rows]
 
     def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
@@ -208,7 +207,7 @@ class PackedCodes(PackedWeights):
                 self._laid[name] = self._in_panels(as_bytes(tensor)).transpose(2, 3).contiguous()
         if codes.factor is not None:
             self._laid["factor"] = self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
-        self._laid = {name: WEIGHTS.moved(tensor) for name, tensor in self._laid.items()}
+        self._laid = {name: huge_pages.LASTING.moved(tensor) for name, tensor in self._laid.items()}
         self._biases = None if biases is None else biases.to(dtype).contiguous()
         self._codes = codes.without_numbers()
         odd = self.inputs % 2 if dtype == torch.bfloat16 else 0

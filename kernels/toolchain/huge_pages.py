@@ -19,7 +19,7 @@ from torch import Tensor
 HUGE_BYTES = 2 << 20
 CHUNK_BYTES = 16 * HUGE_BYTES
 LEAST_BYTES = 64 << 10
-"""Of a weight that takes part: fewer are a page or two."""
+"""Of a tensor that takes part: smaller ones are few pages."""
 
 LINE_BYTES = 64
 
@@ -31,8 +31,13 @@ def zeros(size_bytes: int, device: torch.device) -> Tensor:
     return _large(size_bytes).zero_()
 
 
+def apart(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU whose memory is its own."""
+    return _large(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
+
+
 class SideBySide:
-    """Memory for weights, which stay for as long as a process serves: small ones share huge pages.
+    """Memory for tensors that stay for as long as a process serves, on the CPU: small ones share huge pages.
 
     A chunk's memory is given back when the last tensor in it is.
     """
@@ -42,12 +47,12 @@ class SideBySide:
         self._chunk, self._used_bytes = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """On the CPU."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
-        memory = _large(size_bytes) if size_bytes > CHUNK_BYTES // 2 else self._part(size_bytes)
-        return memory.view(dtype).view(*shape)
+        if size_bytes > CHUNK_BYTES // 2:
+            return apart(shape, dtype)
+        return self._part(size_bytes).view(dtype).view(*shape)
 
     def moved(self, tensor: Tensor) -> Tensor:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -62,8 +67,8 @@ class SideBySide:
         return part
 
 
-WEIGHTS = SideBySide()
-"""Of this process."""
+LASTING = SideBySide()
+"""Weights of this process, and what lies between its layers."""
 
 
 def _large(size_bytes: int) -> Tensor:

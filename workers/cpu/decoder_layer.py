@@ -16,6 +16,7 @@ from ...kernels.products import NativeLinear
 from ...kernels.tokenwise import Norm
 from ...kernels.tokenwise import cpu as native
 from ...kernels.toolchain.calls import Call, CallList
+from ...kernels.toolchain.huge_pages import LASTING
 from .attention_calls import AttentionCalls
 from .fused_modules import FusedLayer, FusedMLP, LayerParts, tensor_of
 
@@ -57,10 +58,10 @@ class Buffers:
         self._angles: list[tuple[Angles, list[Tensor]]] = []  # those that were asked for last
 
     def take(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[MOST_FEW_ROWS,width]. Rows that were never in use take no memory."""
+        """[MOST_FEW_ROWS,width]. Rows that were never in use take hardly any memory."""
         dtype = dtype or self.dtype
         if (name, width, dtype) not in self._tensors:
-            self._tensors[name, width, dtype] = torch.empty(MOST_FEW_ROWS, width, dtype=dtype)
+            self._tensors[name, width, dtype] = LASTING.empty((MOST_FEW_ROWS, width), dtype)
         return self._tensors[name, width, dtype]
 
     def dense(self, angles: Angles) -> list[Tensor]:
