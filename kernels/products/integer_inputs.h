@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
+#include <vector>
 
 #include "panels.h"
 
@@ -14,6 +16,27 @@ constexpr int BLOCK = 32;             // columns
 constexpr float NOTHING = 1e-30f;     // inputs so small, all of a block, are zero
 constexpr float TO_WHOLE = 12582912;  // 1.5 * 2^23: with it added, the lowest bits are those of a whole number
 
+constexpr int64_t LINE_BYTES = 64;  // of the caches
+
+// Memory that begins with a line: what lies in vectors and tiles lies in one line then, not in parts of two.
+template <class T>
+struct FromLine {
+    typedef T value_type;
+
+    FromLine() = default;
+    template <class U>
+    FromLine(const FromLine<U>&) {}
+
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(LINE_BYTES))); }
+    void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(LINE_BYTES)); }
+
+    bool operator==(const FromLine&) const { return true; }
+    bool operator!=(const FromLine&) const { return false; }
+};
+
+template <class T>
+using Lines = std::vector<T, FromLine<T>>;
+
 // Of a row's inputs in a run.
 struct RunInputs {
     float scale, sum, scaled_sum;  // sum: of the bytes
@@ -22,12 +45,14 @@ struct RunInputs {
 
 // Rows of x, rounded.
 struct Inputs {
-    int64_t columns, runs;                 // columns fill blocks
-    std::unique_ptr<int8_t[]> bytes;       // [rows][columns]
+    int64_t row_bytes, runs;               // columns fill blocks. Rows are an odd number of lines apart, since those that are
+                                           // a power of two apart share few places of the first cache
+    Lines<int8_t> bytes;                   // [rows][row_bytes]
     std::unique_ptr<RunInputs[]> of_runs;  // [rows][runs]
 
     Inputs(int64_t rows, int64_t columns, int64_t runs)
-        : columns(columns), runs(runs), bytes(new int8_t[rows * columns]), of_runs(new RunInputs[rows * runs]) {}
+        : row_bytes(((columns + LINE_BYTES - 1) / LINE_BYTES | 1) * LINE_BYTES), runs(runs), bytes(rows * row_bytes),
+          of_runs(new RunInputs[rows * runs]) {}
 };
 
 // Returns the scale. What is not finite makes it so.
@@ -52,7 +77,7 @@ inline float round_block(const float* x, int8_t* bytes) {
 
 template <class T>
 void round_row(const T* x, const int64_t* order, int64_t depth, int run_columns, int less, Inputs& to, int64_t row) {
-    int8_t* bytes = to.bytes.get() + row * to.columns;
+    int8_t* bytes = to.bytes.data() + row * to.row_bytes;
     int64_t at = row * to.runs;
     for (int64_t k = 0; k < depth; k += BLOCK) {
         float numbers[BLOCK] = {};

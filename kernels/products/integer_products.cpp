@@ -61,11 +61,8 @@ struct Weight {
 
 // Where a thread opens codes, and keeps sums.
 struct Room {
-    struct alignas(64) Line {
-        uint8_t bytes[64];
-    };
-    std::vector<Line> opened;
-    std::vector<float> zero, scale, least, sums;
+    Lines<uint8_t> opened;
+    Lines<float> zero, scale, least, sums;
     ByteTiles tiles;
 
     // Blocks [from, to) of a panel, with what a product needs.
@@ -83,11 +80,11 @@ struct Room {
     // Codes of eight bits lie as if they were opened.
     const uint8_t* open(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
         if (weight.is_of_8_bits) return weight.codes.codes + (panel * weight.blocks + from) * BLOCK_BYTES;
-        opened.resize((to - from) * BLOCK_BYTES / sizeof(Line));
+        opened.resize((to - from) * BLOCK_BYTES);
         with_code_kind(weight.codes.code_kind, [&](auto kind) {
-            open_blocks<kind()>(weight.codes, weight.blocks, panel, from, to, opened.data()->bytes);
+            open_blocks<kind()>(weight.codes, weight.blocks, panel, from, to, opened.data());
         });
-        return opened.data()->bytes;
+        return opened.data();
     }
 
     void load_scales_of_groups(const Codes& a, int64_t panel, int64_t first, int64_t groups) {

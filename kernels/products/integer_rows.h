@@ -34,8 +34,8 @@ struct Sums {
 template <int R, int V, int QUADS, bool IS_SIGNED>
 void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, int64_t ahead_bytes) {
     const uint8_t* codes = part.opened + v * 4 * WIDTH;
-    const int64_t columns = x.columns, all_runs = x.runs;
-    const int8_t* bytes = x.bytes.get() + row * columns + part.first_run * QUADS * 4;
+    const int64_t row_bytes = x.row_bytes, all_runs = x.runs;
+    const int8_t* bytes = x.bytes.data() + row * row_bytes + part.first_run * QUADS * 4;
     const int64_t first = row * all_runs + part.first_run;
     float* total = sums.total + v * WIDTH;
     float* group = sums.group + v * WIDTH;
@@ -54,7 +54,7 @@ void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& su
             }
             for (int r = 0; r < R; r++) {
                 uint32_t word;
-                std::memcpy(&word, bytes + r * columns + quad * 4, 4);
+                std::memcpy(&word, bytes + r * row_bytes + quad * 4, 4);
                 for (int i = 0; i < V; i++) sum[r][i] = add_products<IS_SIGNED>(sum[r][i], code[i], all_words(word));
             }
         }
@@ -121,15 +121,15 @@ inline bool in_tiles(int64_t rows) { return HAS_BYTE_TILES && HAS_FOURS && rows 
 
 #if HAS_BYTE_TILES
 
-constexpr int TILE_RUNS = 4;        // whose sums lie in the first cache
+constexpr int TILE_RUNS = 4;  // whose sums lie in the first cache
 
 // Runs of a part, and what each adds to.
-struct Runs {
+struct alignas(64) Runs {
+    int32_t sum[TILE_RUNS][STEP_LANES][TILE][WIDTH];  // [runs][vectors of outputs][rows][outputs], from a line's beginning
+    int64_t group[TILE_RUNS];                         // of the part's
+    bool ends[TILE_RUNS];                             // its group
+    int64_t first;                                    // of the whole row
     int count;
-    int64_t first;                                // of the whole row
-    int64_t group[TILE_RUNS];                     // of the part's
-    bool ends[TILE_RUNS];                         // its group
-    int32_t sum[TILE_RUNS][STEP_LANES][TILE][WIDTH];  // [runs][vectors of outputs][rows][outputs]
 };
 
 // A row's sums of some runs are scaled and added up, as `block` does it.
@@ -180,13 +180,13 @@ void with_constants(Function what, bool first, More... more) {
 // Up to sixteen rows, beginning with one, and all outputs. run_columns: 16 or 32
 inline void rows_in_tiles(int rows, int run_columns, const Part& part, const Inputs& x, int64_t row, const Sums& sums,
                           int64_t ahead_bytes, ByteTiles& tiles) {
-    alignas(64) Runs runs;
+    Runs runs;
     const int words = run_columns / 4;
     tiles.lay_out(rows, words);
     for (int64_t from = 0; from < part.runs; from += TILE_RUNS) {
         runs.count = int(std::min<int64_t>(TILE_RUNS, part.runs - from));
         runs.first = part.first_run + from;
-        const int8_t* bytes = x.bytes.get() + row * x.columns + runs.first * run_columns;
+        const int8_t* bytes = x.bytes.data() + row * x.row_bytes + runs.first * run_columns;
         const uint8_t* codes = part.opened + from * words * QUAD_BYTES;
         // g++ does not know what the units read and write.
         asm volatile("" : : "r"(bytes), "r"(codes), "r"(&runs) : "memory");
@@ -195,7 +195,7 @@ inline void rows_in_tiles(int rows, int run_columns, const Part& part, const Inp
             runs.group[run] = place / part.group_runs;
             runs.ends[run] = (place + 1) % part.group_runs == 0 || (part.is_last && from + run == part.runs - 1);
             const uint8_t* ahead = codes + ahead_bytes;
-            tiles.multiply(bytes, x.columns, codes, runs.sum[run][0][0], [&] {
+            tiles.multiply(bytes, x.row_bytes, codes, runs.sum[run][0][0], [&] {
                 for (int i = 0; ahead_bytes && i < words; i++, ahead += 64) prefetch_far(ahead);
             });
         }
