@@ -170,7 +170,7 @@ class PackedWeights:
         if self._kept is None or rows > MOST_KEPT_ROWS:
             return torch.empty(rows, self.outputs, dtype=self.out_dtype)
         if len(self._kept) < rows:
-            self._kept = huge_pages.apart((rows, self.outputs), self.out_dtype)
+            self._kept = torch.empty(rows, self.outputs, dtype=self.out_dtype)
         return self._kept[:rows]
 
     def rows(self, numbers: Tensor, group: int = 0) -> Tensor:

@@ -31,11 +31,6 @@ def zeros(size_bytes: int, device: torch.device) -> Tensor:
     return _large(size_bytes).zero_()
 
 
-def apart(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU whose memory is its own."""
-    return _large(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
-
-
 class SideBySide:
     """Memory for tensors that stay for as long as a process serves, on the CPU: small ones share huge pages.
 
@@ -50,9 +45,8 @@ class SideBySide:
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
-        if size_bytes > CHUNK_BYTES // 2:
-            return apart(shape, dtype)
-        return self._part(size_bytes).view(dtype).view(*shape)
+        memory = _large(size_bytes) if size_bytes > CHUNK_BYTES // 2 else self._part(size_bytes)
+        return memory.view(dtype).view(*shape)
 
     def moved(self, tensor: Tensor) -> Tensor:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
