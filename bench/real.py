@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import mmap
 import os
 import statistics
 import sys
@@ -37,9 +36,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from real_sides.models import REAL_MODELS, SHAPES, Model, default_work
 from real_sides.servers import Load, Server, all_servers
 from real_sides.sides import Side, all_sides, speeds
+
+from intarsia.kernels.toolchain.huge_pages import zeros
 
 BUFFER_BYTES = 512 << 20
 """At least; and four times the last cache."""
@@ -123,9 +125,7 @@ class Memory:
         last_cache = max((int(size.read_text().strip().rstrip("K")) << 10 for size in sizes), default=0)
         part = max(BUFFER_BYTES, CACHES_OVER * last_cache) // threads
         self.buffer_bytes, self.gb_per_s = part * threads, []
-        self._parts = [_lasting(part) for _ in range(threads)]
-        for each in self._parts:
-            ctypes.memset(each, 1, part)  # pages that were never written would all be the same one
+        self._parts = [zeros(part, torch.device("cpu")) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads)
         self._find = ctypes.CDLL(None).memchr
         self._find.argtypes, self._find.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
@@ -136,17 +136,9 @@ class Memory:
 
     def _once(self) -> float:
         began_s = time.perf_counter()
-        found = list(self._pool.map(lambda part: self._find(part, 2, len(part)), self._parts))
+        found = list(self._pool.map(lambda part: self._find(part.data_ptr(), 2, len(part)), self._parts))
         assert found == [None] * len(self._parts)
         return time.perf_counter() - began_s
-
-
-def _lasting(size_bytes: int) -> Any:
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the system has none
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return (ctypes.c_char * size_bytes).from_buffer(memory)
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------
