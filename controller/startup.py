@@ -88,13 +88,13 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""
     facts = await workers.load(settings.model)
     max_model_len = _max_model_len(settings, facts)
-    limits = settings.scheduler
-    sizes = RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len)
+    limits = settings.scheduler.on(facts.device)
+    sizes = RunnerLimits(limits.max_num_seqs, limits.step_tokens, max_model_len)
     wanted = await _with_spare_memory(_plan_settings(settings, facts), settings, facts, workers, sizes)
     plan = plan_memory(facts.layers, wanted, max_model_len)
     await workers.allocate(plan, sizes)
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
-    info = _describe(settings, facts, plan, max_model_len)
+    info = _describe(settings, facts, plan, sizes)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
     losses = Losses(settings.give_up_after_s)
     if plan.leasable_blocks:
@@ -164,7 +164,7 @@ def _sampling_defaults(
     return tuple(usable), tuple(notes)
 
 
-def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max_model_len: int) -> EngineInfo:
+def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, sizes: RunnerLimits) -> EngineInfo:
     model_dir = Path(settings.model.model_dir)
     sampling_defaults, sampling_notes = _sampling_defaults(settings, facts)
     return EngineInfo(
@@ -176,9 +176,9 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         tensor_parallel_size=settings.model.tensor_parallel_size,
         weight_bytes=facts.weight_bytes,
         vocab_size=facts.vocab_size,
-        max_model_len=max_model_len,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
         eos_token_ids=facts.eos_token_ids,
         strategy=plan.strategy,
         groups=tuple(
@@ -187,12 +187,12 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         num_blocks=plan.usable_blocks,
         num_buffers=plan.num_buffers,
         kv_cache_bytes=plan.memory_bytes,
-        max_len_concurrency=plan.concurrency(max_model_len),
+        max_len_concurrency=plan.concurrency(sizes.max_model_len),
         enable_prefix_caching=settings.prefix_caching,
         image_token_id=facts.image_token_id,
         max_images_per_request=settings.max_images_per_request if facts.image_token_id is not None else 0,
         notes=facts.notes + sampling_notes + plan.notes,
-        pool_request_len=_longest(plan, max_model_len),
+        pool_request_len=_longest(plan, sizes.max_model_len),
         sampling_defaults=sampling_defaults,
         lease_blocks=plan.leasable_blocks,
     )

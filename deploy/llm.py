@@ -86,7 +86,7 @@ class LLM:
     gpu_memory_utilization    0.9: Share of a GPU's memory for weights, steps, and keys and values together. Where
                               kv_cache_memory is None.
     enable_prefix_caching     True: Reuse the blocks of known prompt prefixes.
-    max_num_batched_tokens    2048: Most tokens in one step.
+    max_num_batched_tokens    None (2048 on a GPU, 512 on a CPU): Most tokens in one step.
     max_num_seqs              64: Most requests in one step.
     max_model_len             None (the model's own): Most tokens of one request, prompt included: 32k, say.
     max_prefill_chunk_tokens  None (all that fit): Most prompt tokens of one request in one step.

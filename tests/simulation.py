@@ -280,7 +280,7 @@ class Scenario:
         if step is None:
             return None
         computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
-        _check(computed <= self._settings.max_num_batched_tokens, "a step is larger than it may be")
+        _check(computed <= self._settings.step_tokens, "a step is larger than it may be")
         slots = {*step.decode, *(advance.slot for advance in step.advance)}
         _check(len(slots) == len(step.decode) + len(step.advance), "a slot takes part twice")
         if not victims:

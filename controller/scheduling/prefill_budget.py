@@ -96,7 +96,7 @@ class PrefillBudget:
 
     def __init__(self, settings: SchedulerSettings, block_tokens: int, times: StepTimes):
         """block_tokens: that many are always worth computing, however long the step takes."""
-        self._most_tokens = settings.max_num_batched_tokens
+        self._most_tokens = settings.step_tokens
         self._least_share = settings.prefill_share
         self._interval_us = None if settings.token_interval_ms is None else settings.token_interval_ms * 1000
         self._block_tokens = block_tokens

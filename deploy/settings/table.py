@@ -52,8 +52,9 @@ class EngineArguments(TypedDict, total=False):
         more="Where kv_cache_memory is None.")]
     enable_prefix_caching: Annotated[bool, Setting(
         True, "engine.prefix_caching", "Reuse the blocks of known prompt prefixes.")]
-    max_num_batched_tokens: Annotated[int | str, Setting(
-        2048, "scheduler.max_num_batched_tokens", "Most tokens in one step.", read=tokens)]
+    max_num_batched_tokens: Annotated[int | str | None, Setting(
+        None, "scheduler.max_num_batched_tokens", "Most tokens in one step.", "2048 on a GPU, 512 on a CPU",
+        read=tokens)]
     max_num_seqs: Annotated[int, Setting(64, "scheduler.max_num_seqs", "Most requests in one step.")]
     max_model_len: Annotated[int | str | None, Setting(
         None, "engine.max_model_len", "Most tokens of one request, prompt included: 32k, say.", "the model's own",

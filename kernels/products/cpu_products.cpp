@@ -21,8 +21,9 @@
 
 namespace {
 
-constexpr int64_t CACHED_STEPS = 1024;     // of a panel: 256 KiB, which stay in a core's second cache for all rows
-constexpr int64_t DECODED_STEPS = 64;     // of a packed panel that few rows meet: 16 KiB, which stay in the first cache
+constexpr int64_t FEW_STEPS = 64;  // of a panel: 16 KiB, which stay in a core's first cache
+// That stay in a cache for all rows: the second one, unless blocks go through them more than once.
+constexpr int64_t CACHED_STEPS = most_vectors(MOST_ROWS) == STEP_LANES ? 1024 : FEW_STEPS;
 constexpr int LINE_WORDS = 16, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache line; lines of a step
 
 template <class T>
@@ -54,20 +55,29 @@ class Ahead {
     const int every_;
 };
 
+// Numbers of x that a word of a panel meets one after the other: two, where no instruction multiplies pairs. Then the rows
+// of x are float32.
+template <class T>
+constexpr int MEETINGS = IS_SPLIT<T> ? 2 : 1;
+
 // sums[r][v] over the steps of a panel, for R rows and V vectors of outputs.
 template <class T, int R, int V>
 inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
                   Ahead& ahead) {
+    using Met = std::conditional_t<IS_SPLIT<T>, float, T>;
+    constexpr int M = MEETINGS<T>;
     Lanes total[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) total[r][v] = load_lanes(sums + r * OUTPUTS + v * WIDTH);
     for (int64_t s = 0; s < steps; s++) {
-        Words weight[V];
-        for (int v = 0; v < V; v++) weight[v] = load_words(panel + s * OUTPUTS + v * WIDTH);
         ahead.fetch();
-        for (int r = 0; r < R; r++) {
-            const Words word = all_words(x[r][from + s]);
-            for (int v = 0; v < V; v++) total[r][v] = add_product<T>(total[r][v], weight[v], word);
+        for (int m = 0; m < M; m++) {
+            Words weight[V];
+            for (int v = 0; v < V; v++) weight[v] = met_words<T>(load_words(panel + s * OUTPUTS + v * WIDTH), m);
+            for (int r = 0; r < R; r++) {
+                const Words word = all_words(x[r][(from + s) * M + m]);
+                for (int v = 0; v < V; v++) total[r][v] = add_product<Met>(total[r][v], weight[v], word);
+            }
         }
     }
     for (int r = 0; r < R; r++)
@@ -103,6 +113,8 @@ struct Room {
     std::vector<uint32_t> decoded;
     std::vector<float> sums;
     std::vector<const uint32_t*> x;
+    std::vector<float> wide;  // the numbers of these rows, where they are met as float32
+    int64_t first_of_x = -1;
     Tiles tiles;
     std::vector<bfloat16> gathered;  // rows that tiles cannot read as they lie
     int64_t first_gathered = -1;
@@ -134,7 +146,7 @@ template <class T, class Function>
 void for_each_part(const Product& a, const Work& work, const Work* next, int64_t blocks, Room& room, Function meet) {
     const int64_t steps = steps_of<T>(a), number = work.group * panels_of(a) + work.panel;
     if (a.codes.codes) {
-        const int64_t most = blocks == 1 ? DECODED_STEPS : CACHED_STEPS, pairs = (a.depth + 1) / 2;
+        const int64_t most = blocks == 1 ? FEW_STEPS : CACHED_STEPS, pairs = (a.depth + 1) / 2;
         room.decoded.resize((most + 1) * OUTPUTS);
         for (int64_t from = 0; from < steps; from += most) {
             const int64_t here = std::min(most, steps - from), first = from * NUMBERS<T> / 2;
@@ -163,17 +175,34 @@ void for_each_block(int64_t rows, int64_t blocks, Function meet) {
     }
 }
 
+// The rows of x from `first` on as blocks read them. Panel after panel, they are the same.
+template <class T>
+void rows_of_vectors(const Product& a, int64_t first, int64_t rows, Room& room) {
+    const int64_t depth = steps_of<T>(a) * MEETINGS<T>;
+    room.first_of_x = first;
+    room.x.resize(rows);
+    if (IS_SPLIT<T>) room.wide.resize(rows * depth);
+    for (int64_t r = 0; r < rows; r++) {
+        const T* x = static_cast<const T*>(a.x) + (a.row_of ? a.row_of[first + r] : first + r) * a.x_stride;
+        if (IS_SPLIT<T>) {
+            float* wide = &room.wide[r * depth];
+            int64_t k = 0;
+            for (; k + LANES <= a.depth; k += LANES) store(load(x + k), wide + k);
+            for (; k < depth; k++) wide[k] = k < a.depth ? to_float(x[k]) : 0.0f;
+            room.x[r] = reinterpret_cast<const uint32_t*>(wide);
+        } else
+            room.x[r] = reinterpret_cast<const uint32_t*>(x);
+    }
+}
+
 template <class T>
 void in_vectors(const Product& a, const Work& work, const Work* next, Room& room) {
     const int64_t first = work.first, rows = work.last - first, blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int most = int((rows + blocks - 1) / blocks), passes = std::max(1, work.outputs() / WIDTH / most_vectors(most));
     room.sums.assign(rows * OUTPUTS, 0.0f);
-    room.x.resize(rows);
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t row = a.row_of ? a.row_of[first + r] : first + r;
-        room.x[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.x) + row * a.x_stride);
-    }
+    if (room.first_of_x != first) rows_of_vectors<T>(a, first, rows, room);
     for_each_part<T>(a, work, next, blocks, room, [&](const Part& part) {
-        Ahead ahead(part.next, part.steps * blocks);
+        Ahead ahead(part.next, part.steps * blocks * passes);
         for_each_block(rows, blocks, [&](int64_t begin, int count) {
             float* sums = room.sums.data() + begin * OUTPUTS;
             some_rows<T>(work, count, room.x.data() + begin, part.from, part.words, part.steps, sums, ahead);

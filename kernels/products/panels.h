@@ -37,12 +37,11 @@ constexpr int64_t MANY_PANELS = 256, RUN_PANELS = 16;  // of so many, a thread t
 
 inline int64_t panels_of(const Product& a) { return (a.outputs + OUTPUTS - 1) / OUTPUTS; }
 
-// How many rows and vectors a block has, so that its sums fit the registers.
+// How many rows and vectors a block has, so that registers hold its sums, the fewer of both, a word and a mask.
 constexpr int MOST_ROWS = 6;
 constexpr int most_vectors(int rows) {
-    const int room = REGISTERS - REGISTERS / 4;
     int vectors = STEP_LANES;
-    while (rows * vectors > room) vectors /= 2;
+    while (rows * vectors + std::min(rows, vectors) + 2 > REGISTERS) vectors /= 2;
     return vectors;
 }
 

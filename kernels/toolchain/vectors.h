@@ -44,7 +44,11 @@ inline Words all_words(uint32_t word) { return _mm256_set1_epi32(int(word)); }
 inline Lanes as_lanes(Words v) { return _mm256_castsi256_ps(v); }
 inline Words low_halves(Words v) { return _mm256_slli_epi32(v, 16); }
 inline Words high_halves(Words v) { return _mm256_and_si256(v, _mm256_set1_epi32(int(0xFFFF0000u))); }
-inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+// As it stands: compilers write sums into other registers than they come from, and then have too few of sixteen.
+inline Lanes fused(Lanes a, Lanes b, Lanes sum) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
 
 #else
 
@@ -102,6 +106,22 @@ inline Ints rounded_to_bfloat16(Lanes v) {
 // sum + a * b for each lane, of one float32, or of two bfloat16 one after the other.
 template <class T>
 inline Lanes add_product(Lanes sum, Words a, Words b);
+
+// Whether pairs are multiplied one half after the other, which makes float32 of each.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool IS_SPLIT = false;
+#else
+template <class T>
+constexpr bool IS_SPLIT = sizeof(T) == 2;
+#endif
+
+// Of each word of two numbers that are split, the first or second one as float32; other words as they are.
+template <class T>
+inline Words met_words(Words words, int half) {
+    if (!IS_SPLIT<T>) return words;
+    return half ? high_halves(words) : low_halves(words);
+}
 
 template <>
 inline Lanes add_product<float>(Lanes sum, Words a, Words b) {
