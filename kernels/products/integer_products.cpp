@@ -127,16 +127,18 @@ void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work
     for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
         const Part part = room.part(weight, at, from, std::min(weight.blocks, from + OPENED_BLOCKS));
         for (int64_t b = 0; b < blocks; b++) {
-            const int64_t begin = b * rows / blocks, ahead_bytes = weight.is_of_8_bits && b == 0 ? AHEAD_BYTES : 0;
+            const int64_t begin = b * rows / blocks;
+            const bool is_read = weight.is_of_8_bits && b == 0;  // from memory, where what comes next is fetched meanwhile
             const int here = int((b + 1) * rows / blocks - begin);
             const Sums sums{total + begin * OUTPUTS, of_group + begin * OUTPUTS};
 #if HAS_BYTE_TILES
             if (is_in_tiles) {
-                rows_in_tiles(here, weight.run_columns, part, x, first + begin, sums, ahead_bytes, room.tiles);
+                rows_in_tiles(here, weight.run_columns, part, x, first + begin, sums, is_read ? AHEAD_BYTES : 0, room.tiles);
                 continue;
             }
 #endif
-            some_rows(here, weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums, ahead_bytes);
+            const uint8_t* ahead = is_read ? part.opened + part.runs * weight.run_columns / 4 * QUAD_BYTES : nullptr;
+            some_rows(here, weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums, ahead);
         }
     }
     if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);

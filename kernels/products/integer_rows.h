@@ -31,8 +31,9 @@ struct Sums {
 };
 
 // R rows, beginning with one, and V vectors of outputs, beginning with the v-th.
+// ahead: what is fetched meanwhile, as much as is read; or null
 template <int R, int V, int QUADS, bool IS_SIGNED>
-void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, int64_t ahead_bytes) {
+void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, const uint8_t* ahead) {
     const uint8_t* codes = part.opened + v * 4 * WIDTH;
     const int64_t row_bytes = x.row_bytes, all_runs = x.runs;
     const int8_t* bytes = x.bytes.data() + row * row_bytes + part.first_run * QUADS * 4;
@@ -50,8 +51,9 @@ void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& su
             for (int i = 0; i < V; i++) {
                 code[i] = load_words(reinterpret_cast<const uint32_t*>(codes + i * 4 * WIDTH));
                 if (IS_SIGNED) code[i] = (Words)((Bytes)code[i] ^ uint8_t(LESS_OF_8_BITS));
-                if (ahead_bytes) prefetch_far(codes + ahead_bytes + i * 4 * WIDTH);
             }
+            for (int line = 0; ahead && line < V * 4 * WIDTH; line += LINE_BYTES) prefetch_far(ahead + line);
+            if (ahead) ahead += V * 4 * WIDTH;
             for (int r = 0; r < R; r++) {
                 uint32_t word;
                 std::memcpy(&word, bytes + r * row_bytes + quad * 4, 4);
@@ -85,33 +87,36 @@ void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& su
 }
 
 template <int R, int QUADS, bool IS_SIGNED>
-void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
+void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, const uint8_t* ahead) {
     constexpr int V = most_vectors(R);
-    for (int v = 0; v < STEP_LANES; v += V) block<R, V, QUADS, IS_SIGNED>(part, x, row, v, sums, ahead_bytes);
+    for (int v = 0; v < STEP_LANES; v += V) {
+        block<R, V, QUADS, IS_SIGNED>(part, x, row, v, sums, ahead);
+        if (ahead) ahead += part.runs * QUADS * V * 4 * WIDTH;
+    }
 }
 
 template <int QUADS, bool IS_SIGNED>
-void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
+void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, const Sums& sums, const uint8_t* ahead) {
     switch (rows) {
-        case 1: return vectors_of_block<1, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 2: return vectors_of_block<2, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 3: return vectors_of_block<3, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 4: return vectors_of_block<4, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        case 5: return vectors_of_block<5, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
-        default: return vectors_of_block<6, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        case 1: return vectors_of_block<1, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
+        case 2: return vectors_of_block<2, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
+        case 3: return vectors_of_block<3, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
+        case 4: return vectors_of_block<4, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
+        case 5: return vectors_of_block<5, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
+        default: return vectors_of_block<6, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
     }
 }
 
-// ahead_bytes: so far ahead memory is fetched; 0: it is not
+// ahead: where memory is fetched in a line; null: it is not
 void some_rows(int rows, int run_columns, bool is_of_8_bits, const Part& part, const Inputs& x, int64_t row,
-               const Sums& sums, int64_t ahead_bytes) {
+               const Sums& sums, const uint8_t* ahead) {
     constexpr bool HAS_SIGNED = !HAS_FOURS;
     if (HAS_SIGNED && is_of_8_bits) {
-        if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
-        return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
+        if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead);
+        return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead);
     }
-    if (run_columns == BLOCK) return rows_of_block<8, false>(rows, part, x, row, sums, ahead_bytes);
-    rows_of_block<4, false>(rows, part, x, row, sums, ahead_bytes);
+    if (run_columns == BLOCK) return rows_of_block<8, false>(rows, part, x, row, sums, ahead);
+    rows_of_block<4, false>(rows, part, x, row, sums, ahead);
 }
 
 constexpr int LEAST_TILE_ROWS = 12;  // fewer are as fast in vectors
