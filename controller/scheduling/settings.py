@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from ...errors import InvalidSetting
 
 STEP_TOKENS, STEP_TOKENS_ON_CPU = 2048, 512
-"""In one step, unless said. A GPU is busy with many at once only. A CPU is busy with few: there a step of 512 takes less
-for each token than a larger one, whose results between layers leave the caches, and of prompts that come together the
-first ones are answered while the others wait."""
+"""In one step, unless said. A GPU is busy with many at once only. A CPU is busy with few: there a token takes less time
+in a step of 512 than in a larger one, whose results between layers leave the caches; and of prompts that come together
+the first ones are answered while the others wait."""
 
 
 @dataclass(frozen=True, slots=True)

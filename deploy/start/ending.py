@@ -7,7 +7,8 @@ of it that has died as it started. So a small process waits for the byte, too, a
 after a while.
 
     signal ─► byte in a socket ─► our thread: says "stopping", ends the processes that we started, and this one
-                               └─► the guard, 1.5 s later: kills this one, with whom all of Ray's die
+                               └─► the guard, 1.5 s later: kills this one, with whom all of Ray's die; if our thread
+                                   has begun, it gets 4 s more
 
 Imports nothing heavy: it is there before all the rest.
 """
@@ -29,11 +30,18 @@ from .processes import descendants, end_processes
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 GUARD_S = 1.5
-"""An end in order takes less."""
+"""An end in order takes less, as a rule."""
+
+BEGUN_S = 4.0
+"""One that has begun gets so much more, on a machine that is busy with other things."""
+
+BEGUN = 0
+"""The byte that our thread leaves in place of the signal's: no signal has this number."""
 
 GUARD = """
 import os, select, signal, socket, sys
-own, guarded, after_s, numbers = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), bytes(map(int, sys.argv[4:]))
+own, guarded, begun, *numbers = map(int, sys.argv[3:])
+after_s, more_s = map(float, sys.argv[1:3])
 bytes_heard, end = socket.socket(fileno=own), select.poll()
 end.register(own, select.POLLRDHUP)
 while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and os.getppid() == guarded:
@@ -41,7 +49,9 @@ while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and 
         left = bytes_heard.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         continue
-    if left and left in numbers:
+    if left and left[0] == begun and end.poll(1000 * more_s):
+        break
+    if left and left[0] in (begun, *numbers) and os.getppid() == guarded:
         tidy = b"\\r\\33[K\\33[?25h" if os.isatty(2) else b""
         os.write(2, tidy)
         os.write(1, b"stopping ...\\n")
@@ -49,7 +59,7 @@ while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and 
         os.write(2, tidy)
         break
 """
-"""Its program. What our thread ends this process for it leaves where it is."""
+"""Its program: `after_s`, `more_s`, then numbers."""
 
 TIDY = b"\r\33[K\33[?25h"
 """Empties a terminal's line and shows the cursor. A bar that is not finished leaves neither."""
@@ -71,7 +81,7 @@ def ended_by_signals() -> Iterator[None]:
     wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     guard = _guard(reader)
     _spared.add(guard.pid)
-    threading.Thread(target=_wait, args=(reader,), name="signals", daemon=True).start()
+    threading.Thread(target=_wait, args=(reader, writer), name="signals", daemon=True).start()
     try:
         yield
     finally:
@@ -89,7 +99,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _guard(reader: socket.socket) -> "subprocess.Popen[bytes]":
-    about = reader.fileno(), os.getpid(), GUARD_S, *map(int, SIGNALS)
+    about = GUARD_S, BEGUN_S, reader.fileno(), os.getpid(), BEGUN, *map(int, SIGNALS)
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, about)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it inherits that: Ctrl-C is sent to both
     try:
@@ -98,9 +108,13 @@ def _guard(reader: socket.socket) -> "subprocess.Popen[bytes]":
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(reader: socket.socket) -> None:
+def _wait(reader: socket.socket, writer: socket.socket) -> None:
     while heard := reader.recv(1, socket.MSG_PEEK):
+        # The guard may find a signal's byte or the other one, but never none: this thread may stand still at any time.
         if heard[0] in SIGNALS:
+            with contextlib.suppress(OSError):
+                writer.send(bytes([BEGUN]))
+                reader.recv(1)
             say("stopping ...")
             leave(128 + heard[0])
         reader.recv(1)

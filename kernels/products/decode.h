@@ -65,38 +65,66 @@ inline float e4m3(uint8_t code) {  // its bits in those of a float16, whose expo
 constexpr float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 constexpr float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Numbers of codes for the lanes of one vector, of an even column and the odd one after it.
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-
-inline Lanes looked_up(const float* table, Words code) {
-    return _mm512_permutexvar_ps(code, _mm512_loadu_ps(table));  // by the lowest four bits of each
+inline Ints bytes_at(const uint8_t* at) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#else
+    Ints wide;
+    for (int n = 0; n < WIDTH; n++) wide[n] = at[n];
+    return wide;
+#endif
 }
-inline Words bytes_at(const uint8_t* at) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+
+// What a table has for the lowest four bits of each code.
+inline Lanes looked_up(const float* table, Ints code) {
+#if defined(__AVX512F__)
+    return _mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
+#elif defined(__AVX2__) && defined(__FMA__)
+    const Lanes first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)code);  // by three bits of each
+    const Lanes last = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)code);
+    return _mm256_blendv_ps(first, last, (Lanes)(code << 28));
+#else
+    Lanes found;
+    for (int n = 0; n < WIDTH; n++) found[n] = table[code[n] & 15];
+    return found;
+#endif
 }
 
 inline Lanes e4m3_lanes(const uint8_t* at) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    const __m256i wide = _mm256_cvtepu8_epi16(bytes);
+#if defined(__AVX512F__)
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
     const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
     const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), 7);
     return _mm512_cvtph_ps(_mm256_or_si256(sign, rest)) * all_lanes(256.0f);
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+    const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7F)), 7);
+    return _mm256_cvtph_ps(_mm_or_si128(sign, rest)) * all_lanes(256.0f);
+#else
+    Lanes numbers;
+    for (int n = 0; n < WIDTH; n++) numbers[n] = e4m3(at[n]);
+    return numbers;
+#endif
 }
 
 template <int KIND>
 inline Lanes byte_numbers(const uint8_t* at) {
     if (KIND == E4M3) return e4m3_lanes(at);
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    return _mm512_cvtepi32_ps(KIND == INT8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+    const Ints bytes = bytes_at(at);
+    return floats_of(KIND == INT8 ? bytes << 24 >> 24 : bytes);
 }
 
+// Numbers of codes for the lanes of one vector, of an even column and the odd one after it.
 template <int KIND>
 inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
     if constexpr (is_of_four_bits(KIND)) {
         const float* table = KIND == E2M1 ? E2M1_VALUES : INT4_VALUES;
-        const Words code = bytes_at(at + v * WIDTH);
+        const Ints code = bytes_at(at + v * WIDTH);
         even = looked_up(table, code);
-        odd = looked_up(table, _mm512_srli_epi32(code, 4));
+        odd = looked_up(table, code >> 4);
     } else {
         even = byte_numbers<KIND>(at + v * WIDTH);
         odd = byte_numbers<KIND>(at + 64 + v * WIDTH);
@@ -107,59 +135,10 @@ inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
 template <int BITS, int ABOVE>
 inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
     constexpr int MASK = (1 << BITS) - 1;
-    const Words byte = _mm512_srl_epi32(bytes_at(at + v * WIDTH), _mm_cvtsi32_si128(first));
-    const Words mask = _mm512_set1_epi32(MASK), next = _mm512_srli_epi32(byte, BITS);
-    even = even + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(byte, mask), ABOVE));
-    odd = odd + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(next, mask), ABOVE));
+    const Ints byte = bytes_at(at + v * WIDTH) >> first;
+    even = even + floats_of((byte & MASK) << ABOVE);
+    odd = odd + floats_of((byte >> BITS & MASK) << ABOVE);
 }
-
-#else
-
-template <int BITS, int ABOVE>
-inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
-    constexpr int MASK = (1 << BITS) - 1;
-    float low[WIDTH], next[WIDTH];
-    for (int n = 0; n < WIDTH; n++) {
-        const int bits = at[v * WIDTH + n] >> first;
-        low[n] = float((bits & MASK) << ABOVE);
-        next[n] = float((bits >> BITS & MASK) << ABOVE);
-    }
-    even = even + load_lanes(low);
-    odd = odd + load_lanes(next);
-}
-
-inline Lanes e4m3_lanes(const uint8_t* at) {
-    float numbers[WIDTH];
-    for (int n = 0; n < WIDTH; n++) numbers[n] = e4m3(at[n]);
-    return load_lanes(numbers);
-}
-
-template <int KIND>
-inline float byte_number(uint8_t code) {
-    if (KIND == INT8) return float(int8_t(code));
-    return KIND == UINT8 ? float(code) : e4m3(code);
-}
-
-template <int KIND>
-inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
-    float first[WIDTH], second[WIDTH];
-    if constexpr (is_of_four_bits(KIND)) {
-        const float* table = KIND == E2M1 ? E2M1_VALUES : INT4_VALUES;
-        for (int n = 0; n < WIDTH; n++) {
-            first[n] = table[at[v * WIDTH + n] & 15];
-            second[n] = table[at[v * WIDTH + n] >> 4];
-        }
-    } else {
-        for (int n = 0; n < WIDTH; n++) {
-            first[n] = byte_number<KIND>(at[v * WIDTH + n]);
-            second[n] = byte_number<KIND>(at[64 + v * WIDTH + n]);
-        }
-    }
-    even = load_lanes(first);
-    odd = load_lanes(second);
-}
-
-#endif
 
 // Numbers of 16 bits, all at once: a compiler that may not compute in float16 would widen one after the other.
 inline Lanes float16_lanes(const float16* at) {

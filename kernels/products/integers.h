@@ -86,8 +86,6 @@ inline Lanes add_scaled(Lanes sum, Lanes a, Lanes b) {
 #endif
 }
 
-inline Lanes floats_of(Ints v) { return __builtin_convertvector(v, Lanes); }
-
 // -- codes that lie as products read them ------------------------------------------------------------------------------
 
 constexpr int QUAD_BYTES = 256;  // four columns of 64 outputs

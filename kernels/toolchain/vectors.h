@@ -85,6 +85,8 @@ inline void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 
+inline Lanes floats_of(Ints v) { return __builtin_convertvector(v, Lanes); }
+
 inline Lanes all_lanes(float x) { return x - Lanes{}; }  // which keeps the sign of zero
 
 // Of NaN and a number, the latter argument.
