@@ -55,11 +55,15 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-inline float e4m3(uint8_t code) {  // its bits in those of a float16, whose exponents mean 256 times less
-    const uint16_t bits = uint16_t((code & 0x80) << 8 | (code & 0x7F) << 7);
+// The bits of an e4m3, seven further up, and its sign once more are those of a float16 whose exponents mean 256 times less.
+constexpr float E4M3_UNIT = 256.0f;
+constexpr int16_t E4M3_BITS = int16_t(0xBF80);
+
+inline float e4m3(uint8_t code) {  // in units of 256
+    const uint16_t bits = uint16_t(int8_t(code) * 128) & uint16_t(E4M3_BITS);
     float16 value;
     std::memcpy(&value, &bits, 2);
-    return (code & 0x7F) == 0x7F ? float_of(0x7FC00000) : float(value) * 256.0f;
+    return float(value);
 }
 
 constexpr float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
@@ -92,17 +96,14 @@ inline Lanes looked_up(const float* table, Ints code) {
 #endif
 }
 
+// In units of 256. NaN is none of these: no weight is loaded that has it.
 inline Lanes e4m3_lanes(const uint8_t* at) {
 #if defined(__AVX512F__)
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-    const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-    const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), 7);
-    return _mm512_cvtph_ps(_mm256_or_si256(sign, rest)) * all_lanes(256.0f);
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(E4M3_BITS)));
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-    const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-    const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7F)), 7);
-    return _mm256_cvtph_ps(_mm_or_si128(sign, rest)) * all_lanes(256.0f);
+    const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(E4M3_BITS)));
 #else
     Lanes numbers;
     for (int n = 0; n < WIDTH; n++) numbers[n] = e4m3(at[n]);
@@ -117,14 +118,20 @@ inline Lanes byte_numbers(const uint8_t* at) {
     return floats_of(KIND == INT8 ? bytes << 24 >> 24 : bytes);
 }
 
-// Numbers of codes for the lanes of one vector, of an even column and the odd one after it.
+// Of four bits. Without a table of sixteen in one instruction it is quicker to convert what is no float.
+template <int KIND>
+inline Lanes small_numbers(Ints code) {
+    if (KIND != E2M1 && WIDTH < 16) return floats_of(code & 15);
+    return looked_up(KIND == E2M1 ? E2M1_VALUES : INT4_VALUES, code);
+}
+
+// Numbers of codes for the lanes of one vector, of an even column and the odd one after it. Those of E4M3 are in units of 256.
 template <int KIND>
 inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
     if constexpr (is_of_four_bits(KIND)) {
-        const float* table = KIND == E2M1 ? E2M1_VALUES : INT4_VALUES;
         const Ints code = bytes_at(at + v * WIDTH);
-        even = looked_up(table, code);
-        odd = looked_up(table, code >> 4);
+        even = small_numbers<KIND>(code);
+        odd = small_numbers<KIND>(code >> 4);
     } else {
         even = byte_numbers<KIND>(at + v * WIDTH);
         odd = byte_numbers<KIND>(at + 64 + v * WIDTH);
@@ -168,7 +175,7 @@ inline void load_scales(const void* at, int kind, int64_t n, float* to) {
             for (int i = 0; i < 64; i += WIDTH) store_lanes(float16_lanes(static_cast<const float16*>(at) + n + i), to + i);
             return;
         case FLOAT8:
-            for (int i = 0; i < 64; i += WIDTH) store_lanes(e4m3_lanes(static_cast<const uint8_t*>(at) + n + i), to + i);
+            for (int i = 0; i < 64; i += WIDTH) store_lanes(e4m3_lanes(static_cast<const uint8_t*>(at) + n + i) * all_lanes(E4M3_UNIT), to + i);
             return;
         case WHOLE:
             for (int i = 0; i < 64; i++) to[i] = float(static_cast<const int8_t*>(at)[n + i]);
@@ -191,8 +198,8 @@ inline void store_pair(Lanes even, Lanes odd, uint32_t* to, bfloat16*) {
     const Words both = (Words)_mm512_cvtne2ps_pbh(odd, even);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(TURNS), both));
 #else
-    const Ints low = rounded_to_bfloat16(even), high = rounded_to_bfloat16(odd);
-    const Ints both = (high & int32_t(0xFFFF0000)) | ((low >> 16) & 0xFFFF);
+    const Words low = (Words)nearest_bfloat16(even), high = (Words)nearest_bfloat16(odd);  // weights are finite
+    const Ints both = (Ints)high_halves(high) | (Ints)((Bits32)low >> 16);
     std::memcpy(to, &both, sizeof both);
 #endif
 }
@@ -242,8 +249,9 @@ void decode_pairs(const Codes& a, int64_t pairs, int64_t panel, int64_t from, in
         if (HAS_LEAST) load_group(a, a.least, a.least_kind, a.block_least, panel, group, least);
         Lanes scales[VECTORS], zeros[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            scales[v] = load_lanes(scale + v * WIDTH);
-            zeros[v] = load_lanes(zero + v * WIDTH);
+            constexpr float UNIT = KIND == E4M3 ? E4M3_UNIT : 1.0f;  // a power of two: nothing is rounded here
+            scales[v] = load_lanes(scale + v * WIDTH) * all_lanes(UNIT);
+            zeros[v] = load_lanes(zero + v * WIDTH) * all_lanes(1.0f / UNIT);
         }
         for (; pair < end; pair++, words += PAIR_WORDS) {
             const uint8_t* here = codes + (is_of_two_bits(KIND) ? pair / 2 * 64 : pair * pair_bytes);

@@ -84,6 +84,7 @@ inline void prefetch(const void* at) { __builtin_prefetch(at); }
 inline void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Bits32 __attribute__((vector_size(4 * WIDTH)));
 
 inline Lanes floats_of(Ints v) { return __builtin_convertvector(v, Lanes); }
 
@@ -98,11 +99,14 @@ inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 #endif
 
-// In the upper half of each word, what a bfloat16 has: to the nearest, ties to even; NaN stays NaN. The lower half is
-// anything.
+// In the upper half of each word, what a bfloat16 has: to the nearest, ties to even. The lower half is anything.
+inline Ints nearest_bfloat16(Lanes v) {
+    const Ints bits = (Ints)v;
+    return bits + (0x7FFF + ((bits >> 16) & 1));
+}
+// The same of any number: NaN stays NaN.
 inline Ints rounded_to_bfloat16(Lanes v) {
-    const Ints bits = (Ints)v, nearest = bits + (0x7FFF + ((bits >> 16) & 1));
-    return (bits & INT32_MAX) > 0x7F800000 ? Ints{} + 0x7FC00000 : nearest;
+    return ((Ints)v & INT32_MAX) > 0x7F800000 ? Ints{} + 0x7FC00000 : nearest_bfloat16(v);
 }
 
 // sum + a * b for each lane, of one float32, or of two bfloat16 one after the other.
