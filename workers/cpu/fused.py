@@ -47,7 +47,7 @@ from .fused_modules import (
 )
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS, STREAMS, StreamsKind
 from .gates import take_gates
-from .linear import merge_linears
+from .linear import merge_linears, outputs_of
 from .stack import Stack
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ def _take_norm(operations: Operations, module: Any) -> bool:
 
 def _norm_of(module: Any) -> Norm | None:
     """What an RMS norm computes; None if the module is something else, or has no weight."""
-    kind, weight = _entry(NORMS, module), getattr(module, "weight", None)
+    kind = _entry(NORMS, module)
+    weight = None if kind is None else getattr(module, "weight", None)  # a packed linear's would be unpacked
     if kind is None or weight is None:
         return None
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
@@ -249,7 +250,7 @@ def _own_heads(module: Any, projections: Sequence[Any]) -> tuple[int, int] | Non
 
     projections: of queries, keys and values, or one of all. None: this rank shares a key-value head with others, and
     one product does not tell how many queries it has"""
-    counts = [len(projection.weight) // module.head_dim for projection in projections]
+    counts = [outputs_of(projection) // module.head_dim for projection in projections]
     if len(counts) > 1:
         return counts[0], counts[1]
     kv_heads, rest = divmod(counts[0], module.num_key_value_groups + 2)

@@ -98,7 +98,8 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     merged = nn.Linear(linears[0].in_features, 1, bias=False, device="meta")
     merged.out_features = sum(map(outputs_of, linears))
     if any(linear.bias is not None for linear in linears):
-        biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+        known = next(linear.bias for linear in linears if linear.bias is not None)
+        biases = [known.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     if (joined := _merge_codes(merged, linears)) is not None:
         return joined
