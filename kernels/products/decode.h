@@ -175,7 +175,10 @@ inline void load_scales(const void* at, int kind, int64_t n, float* to) {
             for (int i = 0; i < 64; i += WIDTH) store_lanes(float16_lanes(static_cast<const float16*>(at) + n + i), to + i);
             return;
         case FLOAT8:
-            for (int i = 0; i < 64; i += WIDTH) store_lanes(e4m3_lanes(static_cast<const uint8_t*>(at) + n + i) * all_lanes(E4M3_UNIT), to + i);
+            for (int i = 0; i < 64; i += WIDTH) {
+                const Lanes units = e4m3_lanes(static_cast<const uint8_t*>(at) + n + i);
+                store_lanes(units * all_lanes(E4M3_UNIT), to + i);
+            }
             return;
         case WHOLE:
             for (int i = 0; i < 64; i++) to[i] = float(static_cast<const int8_t*>(at)[n + i]);

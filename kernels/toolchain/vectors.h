@@ -113,6 +113,21 @@ inline Ints rounded_to_bfloat16(Lanes v) {
 template <class T>
 inline Lanes add_product(Lanes sum, Words a, Words b);
 
+template <>
+inline Lanes add_product<float>(Lanes sum, Words a, Words b) {
+    return fused(as_lanes(a), as_lanes(b), sum);
+}
+
+template <>
+inline Lanes add_product<bfloat16>(Lanes sum, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum = fused(as_lanes(low_halves(a)), as_lanes(low_halves(b)), sum);
+    return fused(as_lanes(high_halves(a)), as_lanes(high_halves(b)), sum);
+#endif
+}
+
 // Whether pairs are multiplied one half after the other, which makes float32 of each.
 #if defined(__AVX512BF16__)
 template <class T>
@@ -127,21 +142,6 @@ template <class T>
 inline Words met_words(Words words, int half) {
     if (!IS_SPLIT<T>) return words;
     return half ? high_halves(words) : low_halves(words);
-}
-
-template <>
-inline Lanes add_product<float>(Lanes sum, Words a, Words b) {
-    return fused(as_lanes(a), as_lanes(b), sum);
-}
-
-template <>
-inline Lanes add_product<bfloat16>(Lanes sum, Words a, Words b) {
-#if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-    sum = fused(as_lanes(low_halves(a)), as_lanes(low_halves(b)), sum);
-    return fused(as_lanes(high_halves(a)), as_lanes(high_halves(b)), sum);
-#endif
 }
 
 }  // namespace
