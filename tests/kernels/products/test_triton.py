@@ -8,7 +8,6 @@ from intarsia.kernels.products import TritonLinear, TritonWeights, reference
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.products.triton import combine, cut_inputs, sort_rows
 from intarsia.kernels.toolchain import triton as gpu
-from intarsia.tests.kernels.numpy_rows import WHY_NOT, depend_on_company
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
 
@@ -41,9 +40,8 @@ def test_inputs_are_cut_by_the_weight_alone():
     assert {weight: cut_inputs(*weight) for weight in weights} == weights
 
 
-@pytest.mark.skipif(depend_on_company(), reason=WHY_NOT)
 @pytest.mark.parametrize("inputs", [600, 2048])
-def test_bits_of_a_row_do_not_depend_on_its_company(inputs: int, few_programs: None):
+def test_bits_of_a_row_do_not_depend_on_its_company(inputs: int, few_programs: None, rows_alone: None):
     """A cut each for a program where rows are few, all cuts for one where there are many, tiles of two heights."""
     torch.manual_seed(0)
     weights = TritonWeights(torch.randn(1, 100, inputs), torch.randn(1, 100))

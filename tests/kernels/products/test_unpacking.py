@@ -12,7 +12,6 @@ from intarsia.kernels.products import triton as products
 from intarsia.kernels.products.codes import CodeKind
 from intarsia.kernels.products.unpacking import KINDS, SCALE_KINDS, run_of
 from intarsia.kernels.toolchain import triton as gpu
-from intarsia.tests.kernels.numpy_rows import WHY_NOT, depend_on_company
 from intarsia.tests.kernels.products.test_codes import SCALES, codes_in_blocks, random_codes
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
@@ -97,8 +96,7 @@ def test_zero_points_factors_and_groups_that_begin_before_the_first_column_keep_
         check_products(random_codes(CodeKind.E2M1, (70, 96), 16, "e4m3", **more), dtype)
 
 
-@pytest.mark.skipif(depend_on_company(), reason=WHY_NOT)
-def test_inputs_that_are_cut_keep_the_bits_of_a_row_in_any_company(few_programs: None):
+def test_inputs_that_are_cut_keep_the_bits_of_a_row_in_any_company(few_programs: None, rows_alone: None):
     codes = random_codes(CodeKind.INT4, (100, 200), 40, middle=8)
     check_products(codes, torch.float16, (1, 64, 65, 600))
     packed, x = OrderedTritonCodes(codes, torch.float32), torch.randn(400, 200)
