@@ -202,7 +202,8 @@ void in_vectors(const Product& a, const Work& work, const Work* next, Room& room
     room.sums.assign(rows * OUTPUTS, 0.0f);
     if (room.first_of_x != first) rows_of_vectors<T>(a, first, rows, room);
     for_each_part<T>(a, work, next, blocks, room, [&](const Part& part) {
-        Ahead ahead(part.next, part.steps * blocks * passes);
+        // What is read once and in a line, the processor fetches by itself: no instruction of ours is as fast.
+        Ahead ahead(blocks * passes > 1 ? part.next : Place{}, part.steps * blocks * passes);
         for_each_block(rows, blocks, [&](int64_t begin, int count) {
             float* sums = room.sums.data() + begin * OUTPUTS;
             some_rows<T>(work, count, room.x.data() + begin, part.from, part.words, part.steps, sums, ahead);

@@ -69,14 +69,17 @@ inline float e4m3(uint8_t code) {  // in units of 256
 constexpr float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 constexpr float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+template <bool IS_SIGNED = false>
 inline Ints bytes_at(const uint8_t* at) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return (Ints)(IS_SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif defined(__AVX2__) && defined(__FMA__)
-    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+    return (Ints)(IS_SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
     Ints wide;
-    for (int n = 0; n < WIDTH; n++) wide[n] = at[n];
+    for (int n = 0; n < WIDTH; n++) wide[n] = IS_SIGNED ? int8_t(at[n]) : at[n];
     return wide;
 #endif
 }
@@ -114,8 +117,7 @@ inline Lanes e4m3_lanes(const uint8_t* at) {
 template <int KIND>
 inline Lanes byte_numbers(const uint8_t* at) {
     if (KIND == E4M3) return e4m3_lanes(at);
-    const Ints bytes = bytes_at(at);
-    return floats_of(KIND == INT8 ? bytes << 24 >> 24 : bytes);
+    return floats_of(bytes_at<KIND == INT8>(at));
 }
 
 // Of four bits. Without a table of sixteen in one instruction it is quicker to convert what is no float.

@@ -128,8 +128,11 @@ void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work
         const Part part = room.part(weight, at, from, std::min(weight.blocks, from + OPENED_BLOCKS));
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t begin = b * rows / blocks;
-            const bool is_read = weight.is_of_8_bits && b == 0;  // from memory, where what comes next is fetched meanwhile
             const int here = int((b + 1) * rows / blocks - begin);
+            // From memory, where what comes next is fetched meanwhile. What is read once and in a line, the processor
+            // fetches by itself.
+            const bool is_in_a_line = !is_in_tiles && blocks == 1 && most_vectors(here) == STEP_LANES;
+            const bool is_read = weight.is_of_8_bits && b == 0 && !is_in_a_line;
             const Sums sums{total + begin * OUTPUTS, of_group + begin * OUTPUTS};
 #if HAS_BYTE_TILES
             if (is_in_tiles) {

@@ -31,8 +31,8 @@ struct Sums {
 };
 
 // R rows, beginning with one, and V vectors of outputs, beginning with the v-th.
-// ahead: what is fetched meanwhile, as much as is read; or null
-template <int R, int V, int QUADS, bool IS_SIGNED>
+// ahead: what is fetched meanwhile, as much as is read, if anything is
+template <int R, int V, int QUADS, bool IS_SIGNED, bool FETCHES>
 void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, const uint8_t* ahead) {
     const uint8_t* codes = part.opened + v * 4 * WIDTH;
     const int64_t row_bytes = x.row_bytes, all_runs = x.runs;
@@ -52,8 +52,10 @@ void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& su
                 code[i] = load_words(reinterpret_cast<const uint32_t*>(codes + i * 4 * WIDTH));
                 if (IS_SIGNED) code[i] = (Words)((Bytes)code[i] ^ uint8_t(LESS_OF_8_BITS));
             }
-            for (int line = 0; ahead && line < V * 4 * WIDTH; line += LINE_BYTES) prefetch_far(ahead + line);
-            if (ahead) ahead += V * 4 * WIDTH;
+            if constexpr (FETCHES) {
+                for (int line = 0; line < V * 4 * WIDTH; line += LINE_BYTES) prefetch_far(ahead + line);
+                ahead += V * 4 * WIDTH;
+            }
             for (int r = 0; r < R; r++) {
                 uint32_t word;
                 std::memcpy(&word, bytes + r * row_bytes + quad * 4, 4);
@@ -90,8 +92,12 @@ template <int R, int QUADS, bool IS_SIGNED>
 void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, const uint8_t* ahead) {
     constexpr int V = most_vectors(R);
     for (int v = 0; v < STEP_LANES; v += V) {
-        block<R, V, QUADS, IS_SIGNED>(part, x, row, v, sums, ahead);
-        if (ahead) ahead += part.runs * QUADS * V * 4 * WIDTH;
+        if (!ahead) {
+            block<R, V, QUADS, IS_SIGNED, false>(part, x, row, v, sums, ahead);
+            continue;
+        }
+        block<R, V, QUADS, IS_SIGNED, true>(part, x, row, v, sums, ahead);
+        ahead += part.runs * QUADS * V * 4 * WIDTH;
     }
 }
 
