@@ -20,13 +20,13 @@ class AttentionCalls:
         out_THD: Tensor,
     ):
         self.out = out_THD
-        self._layer, self._backend = layer, backend
+        self._attention, self._layer, self._backend = layer.attention, layer.layer, backend
         view = layer.attention.views[layer.layer]
         attend = backend.attend_call(q_THD, view, layer.params, out_THD)
         has_pages = layer.attention.layers[layer.layer].shares is None
         self.calls: list[Call] = [*([backend.write_call(view, k_TKD, v_TKD)] if has_pages else []), attend]
 
     def begin_step(self) -> None:
-        address = self._backend.step_address(self._layer.attention.meta_of(self._layer.layer))
+        address = self._backend.step_address(self._attention.meta_of(self._layer))
         for call in self.calls:
             call.arguments.step = address

@@ -24,9 +24,6 @@ MOST_FEW_ROWS = 512
 """Beyond, what lies between the calls would take much memory. In one list they take a fifth less time for 128 rows, a
 tenth for 512: threads that wait between two calls fall asleep, and results lie where memory was just in use."""
 
-MOST_KINDS_OF_ANGLES = 4
-"""Of one step. Windows and full attention have one each."""
-
 Step = Call | Callable[[], None]
 Angles = tuple[Tensor, Tensor]
 
@@ -55,7 +52,8 @@ class Buffers:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        self._angles: list[tuple[Angles, list[Tensor]]] = []  # those that were asked for last
+        # That this run was given, and where C++ reads them: in the same places run after run. Windows have their own.
+        self._angles: list[tuple[Angles, Angles]] = []
 
     def take(self, name: str, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """[MOST_FEW_ROWS,width]. Rows that were never in use take hardly any memory."""
@@ -64,14 +62,20 @@ class Buffers:
             self._tensors[name, width, dtype] = LASTING.empty((MOST_FEW_ROWS, width), dtype)
         return self._tensors[name, width, dtype]
 
-    def dense(self, angles: Angles) -> list[Tensor]:
-        """Cosines and sines as C++ reads them, which stay there until others are asked for. angles: [1,T,R] each"""
-        for known, held in self._angles:
-            if known is angles:
+    def begin_run(self) -> None:
+        self._angles.clear()
+
+    def hold(self, angles: Angles) -> Angles:
+        """The same cosines and sines [MOST_FEW_ROWS,R], until the next run. angles: [1,T,R] each"""
+        for given, held in self._angles:
+            if given is angles:
                 return held
-        held = [angle[0].contiguous() for angle in angles]
-        self._angles = [(angles, held), *self._angles[: MOST_KINDS_OF_ANGLES - 1]]
-        return held
+        names, width = (f"cosines {len(self._angles)}", f"sines {len(self._angles)}"), angles[0].shape[-1]
+        cos, sin = (self.take(name, width, angle.dtype) for name, angle in zip(names, angles, strict=True))
+        for angle, place in zip(angles, (cos, sin), strict=True):
+            place[: angle.shape[1]].copy_(angle[0])
+        self._angles.append((angles, (cos, sin)))
+        return cos, sin
 
 
 class FewRows:
@@ -100,14 +104,14 @@ class FewRows:
         # Sums, which norm for what comes next.
         self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp, x_TC, self._total)
         self._add_mlp = self._sum_of(parts.after_mlp, next_norm, self._total, x_TC)
-        self._heads: Any = None  # a call
+        self._rotation: Any = None  # arguments of the call that rotates heads
         # In order.
         self.steps: list[Step] = [*self._into_mixer(), *self._mixer(), self._add_mixer, *self._mlp(), self._add_mlp]
         of_attention = attention.calls if attention else ()
         self._calls = [step.arguments for step in self.steps if isinstance(step, Call) and step not in of_attention]
         # Of the run that is under way.
         self._given: dict[str, Any] = {}
-        self._angles: list[Tensor] = []
+        self._cos: Tensor | None = None  # where C++ reads cosines
         self._rows = 0
 
     # -- what is written down ----------------------------------------------------------------------------------------
@@ -128,9 +132,10 @@ class FewRows:
         qkv = self._buffers.take("qkv", mixer.qkv.packed.outputs)
         yield self._product(mixer.qkv, self._mixer_input, qkv)
         if mixer.heads.changes_anything:
-            self._heads = native.prepare_heads_call(*mixer.heads[:5], dtype=self._buffers.dtype)
-            self._heads.arguments.tokens, self._heads.arguments.token_stride = qkv.data_ptr(), qkv.shape[1]
-            yield self._heads
+            heads = native.prepare_heads_call(*mixer.heads[:5], dtype=self._buffers.dtype)
+            heads.arguments.tokens, heads.arguments.token_stride = qkv.data_ptr(), qkv.shape[1]
+            self._rotation = heads.arguments if mixer.heads.rotary else None
+            yield heads
         yield from self._attention.calls
         yield self._product(mixer.out, self._attention.out, self._added)
 
@@ -173,14 +178,13 @@ class FewRows:
                 arguments.rows = rows
         if self._attention is not None:
             self._attention.begin_step()
-        if self._heads is not None and self._parts.mixer.heads.rotary:
-            self._set_angles(given.get("position_embeddings"))
+        if self._rotation is not None and (angles := given.get("position_embeddings")) is not None:
+            cos, sin = self._buffers.hold(angles)
+            if cos is not self._cos:
+                self._set_angles(cos, sin)
 
-    def _set_angles(self, angles: Angles | None) -> None:
-        if angles is None:
-            return
-        self._angles = cos_TR, sin_TR = self._buffers.dense(angles)  # which C++ reads until the next run
-        arguments, count = self._heads.arguments, cos_TR.shape[-1]
+    def _set_angles(self, cos_TR: Tensor, sin_TR: Tensor) -> None:
+        self._cos, arguments, count = cos_TR, self._rotation, cos_TR.shape[-1]
         arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
         arguments.angle_kind = native.angle_kind(cos_TR, self._buffers.dtype)
         arguments.angles, arguments.rotary_dim = count, count * self._parts.mixer.heads.angles_per_head

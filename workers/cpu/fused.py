@@ -48,7 +48,7 @@ from .fused_modules import (
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS, STREAMS, StreamsKind
 from .gates import take_gates
 from .linear import merge_linears, outputs_of
-from .stack import Stack
+from .stack import Layers, Stack
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,11 @@ def write_down(model: nn.Module, buffers: Buffers, attention: PagedAttention) ->
     """Put layers into stacks. What goes from layer to layer is float32 where all layers of a module can have it so:
     each adds to it, and in 16 bits each would round it twice."""
     for owner in model.modules():
-        layers: list[Any] = [layer for part in owner.children() if isinstance(part, nn.ModuleList) for layer in part]
+        lists = [part for part in owner.children() if isinstance(part, nn.ModuleList)]
+        layers: list[Any] = [layer for part in lists for layer in part]
+        for part in lists:
+            if type(part) is nn.ModuleList and all(isinstance(layer, LayerOfCalls) for layer in part):
+                part.__class__ = Layers
         last = [child for child in owner.children() if isinstance(child, FusedNorm) and _is_as_written(child)]
         is_wide = bool(layers) and len(last) == 1 and all(map(_reads_norms_alone, layers))
         if is_wide:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.paged_attention import Backend, NativeBackend
@@ -49,6 +49,14 @@ def _is_settled() -> None:
 
 def _is_too_late() -> None:
     raise AssertionError("what lies between two layers is not kept once all have run")
+
+
+class Layers(nn.ModuleList):
+    """transformers asks for as many as its configuration names, in each pass: here no new list is made of all."""
+
+    def __getitem__(self, idx: Any) -> Any:
+        is_all = isinstance(idx, slice) and idx.indices(len(self)) == (0, len(self), 1)
+        return self if is_all else super().__getitem__(idx)
 
 
 class Stack:
@@ -120,6 +128,7 @@ class Stack:
 
     def _run(self) -> Tensor:
         """All layers. What they give is a tensor of its own, as of any layer."""
+        self._buffers.begin_run()
         for layer, given in zip(self._written, self._noted, strict=True):
             layer.begin(self._rows, given)
         for run in self.segments:
