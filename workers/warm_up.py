@@ -14,6 +14,7 @@ from ..kernels.sampling import Changes, Draw
 from ..proto.step import View
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
+from .cpu.linear import products_left_out, settle_linears
 from .cpu.order import check_sums
 from .graphs import GRAPH_BYTES, Recorder, StepGraphs, mixed_tokens, recorded_rows, recorder
 from .memory import DeviceMemory
@@ -84,10 +85,11 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
 
 
 def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
-    """What is fused already stays so."""
+    """What is fused already stays so. All weights lie as products read them from then on."""
     model = runner.model
     if not (settings.torch_compile or settings.enforce_eager) and model.is_tested:
         fuse(model.module, model.attention, model.device)
+    settle_linears(model.module)
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
@@ -151,7 +153,8 @@ def _draw_dearly(runner: ModelRunner, logits: Tensor) -> None:
 def _choose_backend(runner: ModelRunner, name: str | None) -> None:
     model = runner.model
     choose = partial(select_backend, device=model.device, name=name)
-    model.attention.learn(lambda: runner.forward(_rows()), choose)
+    with products_left_out(model.module):
+        model.attention.learn(lambda: runner.forward(_rows()), choose)
     if runner.last_tokens is not None and model.attention.backend.capabilities.held_tables:
         runner.tables.hold(model.device)
 

@@ -6,6 +6,7 @@ on how many there are, nor on the number of threads (`cpu_products.cpp`).
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -58,6 +59,7 @@ def _library() -> Any:
     if not isinstance(library, str):
         library.intarsia_pack.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32]
         library.intarsia_combine.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int32]
+        library.intarsia_lay_bytes.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64]
         library.intarsia_expand.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
         library.intarsia_product.argtypes = [c_void_p]
         library.intarsia_unpack.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32]
@@ -69,27 +71,35 @@ class PackedWeights:
 
     _kept: Tensor | None = None  # the latest results, if the next ones are to lie there
 
-    def __init__(self, weights: Tensor, biases: Tensor | None = None):
-        """biases: [G,outputs]"""
-        self.groups, self.outputs, self.inputs = weights.shape
-        self.dtype = weights.dtype
-        self._steps = -(-self.inputs * weights.itemsize // WORD_BYTES)
+    def __init__(self, weights: Tensor | Sequence[Tensor], biases: Tensor | None = None):
+        """weights: or parts [outputs,inputs] of a single one, which lie one below the other. biases: [G,outputs]"""
+        groups = [[weight] for weight in weights] if isinstance(weights, Tensor) else [weights]
+        some = groups[0][0]
+        self.groups, self.outputs, self.inputs = len(groups), sum(map(len, groups[0])), some.shape[1]
+        self.dtype = some.dtype
+        self._steps = -(-self.inputs * some.itemsize // WORD_BYTES)
         group_words = -(-self.outputs // PANEL_OUTPUTS) * self._steps * PANEL_OUTPUTS
         self._words = huge_pages.LASTING.empty((self.groups, group_words), torch.int32)
         self._biases = None if biases is None else biases.to(self.dtype).contiguous()
-        for weight, words in zip(weights, self._words, strict=True):
-            weight = weight if weight.stride(1) == 1 else weight.contiguous()
-            shape = (self.outputs, self.inputs)
-            _library().intarsia_pack(weight.data_ptr(), weight.stride(0), words.data_ptr(), *shape, self._kind)
+        for parts, words in zip(groups, self._words, strict=True):
+            self._pack(parts, words.data_ptr())
         self._call = _Product(
             packed=self._words.data_ptr(),
             bias=None if self._biases is None else self._biases.data_ptr(),
             groups=self.groups,
             outputs=self.outputs,
-            depth=self._steps * WORD_BYTES // weights.itemsize,
+            depth=self._steps * WORD_BYTES // some.itemsize,
             kind=self._kind,
             out_kind=self._kind,
         )
+
+    def _pack(self, parts: Sequence[Tensor], address: int) -> None:
+        if any(len(part) % PANEL_OUTPUTS for part in parts[:-1]):
+            parts = [torch.cat(list(parts))]
+        for part in parts:
+            part = part if part.stride(1) == 1 else part.contiguous()
+            _library().intarsia_pack(part.data_ptr(), part.stride(0), address, *part.shape, self._kind)
+            address += len(part) * self._steps * WORD_BYTES
 
     @property
     def is_padded(self) -> bool:
@@ -204,10 +214,9 @@ class PackedCodes(PackedWeights):
         for name in self.beside:
             tensor = getattr(codes, name)
             if tensor is not None:
-                self._laid[name] = self._in_panels(as_bytes(tensor)).transpose(2, 3).contiguous()
+                self._laid[name] = huge_pages.LASTING.moved(self._in_panels(as_bytes(tensor)).transpose(2, 3))
         if codes.factor is not None:
-            self._laid["factor"] = self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
-        self._laid = {name: huge_pages.LASTING.moved(tensor) for name, tensor in self._laid.items()}
+            self._laid["factor"] = huge_pages.LASTING.moved(self._in_panels(codes.factor.unsqueeze(-1)))
         self._biases = None if biases is None else biases.to(dtype).contiguous()
         self._codes = codes.without_numbers()
         odd = self.inputs % 2 if dtype == torch.bfloat16 else 0
@@ -256,14 +265,18 @@ class PackedCodes(PackedWeights):
 
     def _lay(self, codes: Codes) -> dict[str, Tensor]:
         """Codes as products read them: columns in pairs, see `decode.h`."""
-        each = 8 // codes.kind.low_bits
+        stored = codes.codes.reshape(self.groups, self.outputs, -1).contiguous()
         odd = -codes.shape[-1] % 2  # of eight bits only
-        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, max(1, 2 // each)))
-        return {"codes": raw.permute(0, 1, 3, 4, 2).contiguous()}
+        panels, size_bytes = -(-self.outputs // PANEL_OUTPUTS), stored.shape[-1] + odd
+        laid = huge_pages.LASTING.empty((self.groups, panels, size_bytes, PANEL_OUTPUTS), torch.uint8)
+        for rows, to in zip(stored, laid, strict=True):
+            sizes = rows.shape[1], to.data_ptr(), self.outputs, size_bytes
+            _library().intarsia_lay_bytes(rows.data_ptr(), *sizes)
+        return {"codes": laid}
 
     def _as_stored(self) -> dict[str, Tensor]:
         """The other way round."""
-        raw = self._laid["codes"].permute(0, 1, 4, 2, 3).flatten(3)
+        raw = self._laid["codes"].transpose(2, 3)
         return {"codes": self._from_panels(raw)[..., : self.inputs * self._codes.kind.low_bits // 8]}
 
     def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
@@ -346,11 +359,13 @@ class NativeLinear(PackedLinear):
         library = _library()
         return f"could not be compiled: {library}" if isinstance(library, str) else None
 
-    def pack(self, weight: Tensor) -> None:
-        self.dtype = weight.dtype
-        self.packed = PackedWeights(weight.unsqueeze(0), None if self.bias is None else self.bias.unsqueeze(0))
+    def pack(self, weight: Any) -> None:
+        """weight: [outputs,inputs], or parts of it, which lie one below the other"""
+        parts = [weight] if isinstance(weight, Tensor) else weight
+        self.packed = PackedWeights(parts, None if self.bias is None else self.bias.unsqueeze(0))
 
     def lend(self, linear: nn.Linear) -> None:
+        self.settle()
         module: Any = linear
         del module._parameters["weight"]
         module.__class__ = type(self)
@@ -358,13 +373,20 @@ class NativeLinear(PackedLinear):
         module.torch_from_rows = self.torch_from_rows
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.packed.rows(numbers)
+        return self.packed.rows(numbers) if self.held is None else self.held[numbers]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return super().weight if self.held is None else self.held
 
     @property
     def outputs(self) -> int:
-        return self.packed.outputs
+        return self.packed.outputs if self.held is None else self.held.shape[0]
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.held is not None:
+            assert self.is_left_out, "settle it first"
+            return input.new_zeros(*input.shape[:-1], self.outputs)
         rows = input.flatten(0, -2) if input.dim() != 2 else input
         product = self.packed.product if len(rows) < self.torch_from_rows else self.packed.torch_product
         return product(rows).view(*input.shape[:-1], self.packed.outputs)
@@ -374,6 +396,10 @@ class NativeCodesLinear(CodesLinear, NativeLinear):
     """On a CPU with a C++ compiler. The results have the bits of those with expanded weights."""
 
     weights = PackedCodes
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.rows(torch.arange(self.outputs))
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.packed.rows(numbers) if self.held is None else self.held.rows_at(numbers).numbers(self.dtype)

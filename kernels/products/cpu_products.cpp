@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t FEW_STEPS = 64;  // of a panel: 16 KiB, which stay in a core's first cache
 // That stay in a cache for all rows: the second one, unless blocks go through them more than once.
 constexpr int64_t CACHED_STEPS = most_vectors(MOST_ROWS) == STEP_LANES ? 1024 : FEW_STEPS;
-constexpr int LINE_WORDS = 16, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache line; lines of a step
+constexpr int LINE_WORDS = LINE_BYTES / 4, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache line; lines of a step
 
 template <class T>
 constexpr int NUMBERS = 4 / sizeof(T);  // of a word
@@ -265,16 +265,27 @@ void product(const Product& a) {
 template <class T>
 void pack(const T* weight, int64_t stride, uint32_t* packed, int64_t outputs, int64_t depth) {
     constexpr int N = NUMBERS<T>;
-    const int64_t steps = (depth + N - 1) / N, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
+    const int64_t whole = depth / N, steps = (depth + N - 1) / N, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
 #pragma omp parallel for schedule(static)
     for (int64_t panel = 0; panel < panels; panel++) {
-        T* to = reinterpret_cast<T*>(packed + panel * steps * OUTPUTS);
-        std::memset(static_cast<void*>(to), 0, steps * OUTPUTS * 4);
+        const T* rows = weight + panel * OUTPUTS * stride;
+        uint32_t* to = packed + panel * steps * OUTPUTS;
         const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
-        for (int64_t n = 0; n < count; n++) {
-            const T* row = weight + (panel * OUTPUTS + n) * stride;
-            for (int64_t k = 0; k < depth; k++) to[(k / N * OUTPUTS + n) * N + k % N] = row[k];
-        }
+        if (count < OUTPUTS || whole < steps) std::memset(to, 0, steps * OUTPUTS * 4);
+        lay_side_by_side(rows, stride * sizeof(T), count, whole, to, [](uint32_t word) { return word; });
+        for (int64_t n = 0; whole < steps && n < count; n++)  // a number alone
+            std::memcpy(to + whole * OUTPUTS + n, rows + n * stride + depth - 1, sizeof(T));
+    }
+}
+
+// rows [outputs][row_bytes], panels [panels][bytes][64]: what is behind a row's last byte is zero
+void lay_bytes(const uint8_t* rows, int64_t row_bytes, uint8_t* panels, int64_t outputs, int64_t bytes) {
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < (outputs + OUTPUTS - 1) / OUTPUTS; panel++) {
+        uint8_t* to = panels + panel * bytes * OUTPUTS;
+        const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
+        if (count < OUTPUTS || row_bytes < bytes) std::memset(to, 0, bytes * OUTPUTS);
+        lay_side_by_side(rows + panel * OUTPUTS * row_bytes, row_bytes, count, row_bytes, to, [](uint8_t byte) { return byte; });
     }
 }
 
@@ -346,6 +357,11 @@ void intarsia_pack(const void* weight, int64_t stride, void* packed, int64_t out
         using T = std::remove_pointer_t<decltype(number)>;
         pack(static_cast<const T*>(weight), stride, static_cast<uint32_t*>(packed), outputs, depth);
     });
+}
+
+// Codes from rows [outputs][row_bytes] into panels [panels][bytes][64].
+void intarsia_lay_bytes(const uint8_t* rows, int64_t row_bytes, uint8_t* panels, int64_t outputs, int64_t bytes) {
+    lay_bytes(rows, row_bytes, panels, outputs, bytes);
 }
 
 // Rows of the weight as it was: out [count, depth].

@@ -16,7 +16,6 @@ constexpr int BLOCK = 32;             // columns
 constexpr float NOTHING = 1e-30f;     // inputs so small, all of a block, are zero
 constexpr float TO_WHOLE = 12582912;  // 1.5 * 2^23: with it added, the lowest bits are those of a whole number
 
-constexpr int64_t LINE_BYTES = 64;  // of the caches
 
 // Memory that begins with a line: what lies in vectors and tiles lies in one line then, not in parts of two.
 template <class T>

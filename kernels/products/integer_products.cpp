@@ -249,14 +249,14 @@ void intarsia_integer_rows(const Product* a, const int64_t* rows, int64_t count,
 void intarsia_lay(uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, int32_t bits,
                   uint32_t flipped, int32_t is_back) {
     switch (2 * bits + is_back) {
-        case 2: return lay<1, false>(rows, row_bytes, panels, outputs, words, flipped);
-        case 3: return lay<1, true>(rows, row_bytes, panels, outputs, words, flipped);
-        case 4: return lay<2, false>(rows, row_bytes, panels, outputs, words, flipped);
-        case 5: return lay<2, true>(rows, row_bytes, panels, outputs, words, flipped);
-        case 8: return lay<4, false>(rows, row_bytes, panels, outputs, words, flipped);
-        case 9: return lay<4, true>(rows, row_bytes, panels, outputs, words, flipped);
-        case 16: return lay<8, false>(rows, row_bytes, panels, outputs, words, flipped);
-        default: return lay<8, true>(rows, row_bytes, panels, outputs, words, flipped);
+        case 2: return lay<1>(rows, row_bytes, panels, outputs, words, flipped);
+        case 3: return lay_back<1>(rows, row_bytes, panels, outputs, words, flipped);
+        case 4: return lay<2>(rows, row_bytes, panels, outputs, words, flipped);
+        case 5: return lay_back<2>(rows, row_bytes, panels, outputs, words, flipped);
+        case 8: return lay<4>(rows, row_bytes, panels, outputs, words, flipped);
+        case 9: return lay_back<4>(rows, row_bytes, panels, outputs, words, flipped);
+        case 16: return lay<8>(rows, row_bytes, panels, outputs, words, flipped);
+        default: return lay_back<8>(rows, row_bytes, panels, outputs, words, flipped);
     }
 }
 

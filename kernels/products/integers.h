@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "decode.h"
+#include "panels.h"
 #include "vectors.h"
 
 namespace {
@@ -179,29 +180,36 @@ inline uint32_t word_of_run(uint32_t word) {
     }
 }
 
-// rows: [outputs][row_bytes]; panels: [panels][words][64]; `flipped` bits of each byte are turned over.
-template <int BITS, bool IS_BACK>
-void lay(uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, uint32_t flipped) {
-    const int64_t count = (outputs + 63) / 64;
+// rows: [outputs][row_bytes]; panels: [panels][words][64], zero behind the last code of a row; `flipped` bits of each byte
+// are turned over.
+template <int BITS>
+void lay(const uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, uint32_t flipped) {
+    const auto turned = [&](uint32_t word) { return word_of_run<BITS, false>(word ^ flipped); };
+    const int64_t whole = row_bytes / 4;
 #pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < count; panel++) {
-        uint32_t* here = panels + panel * words * 64;
-        if (!IS_BACK) std::memset(here, 0, words * 256);
-        for (int64_t n = 0; n < std::min<int64_t>(64, outputs - panel * 64); n++) {
-            uint8_t* row = rows + (panel * 64 + n) * row_bytes;
-            for (int64_t w = 0; 4 * w < row_bytes; w++) {
-                const size_t bytes = std::min<int64_t>(4, row_bytes - 4 * w);
-                uint32_t word = 0;
-                if (IS_BACK) {
-                    word = word_of_run<BITS, true>(here[w * 64 + n]) ^ flipped;
-                    std::memcpy(row + 4 * w, &word, bytes);
-                } else {
-                    std::memcpy(&word, row + 4 * w, bytes);
-                    here[w * 64 + n] = word_of_run<BITS, false>(word ^ flipped);
-                }
-            }
+    for (int64_t panel = 0; panel < (outputs + 63) / 64; panel++) {
+        const uint8_t* from = rows + panel * 64 * row_bytes;
+        uint32_t* to = panels + panel * words * 64;
+        const int64_t count = std::min<int64_t>(64, outputs - panel * 64);
+        if (count < 64 || whole < words) std::memset(to, 0, words * 256);
+        lay_side_by_side(from, row_bytes, count, whole, to, turned);
+        for (int64_t n = 0; row_bytes % 4 && n < count; n++) {
+            uint32_t word = 0;
+            std::memcpy(&word, from + n * row_bytes + whole * 4, row_bytes % 4);
+            to[whole * 64 + n] = turned(word);
         }
     }
+}
+
+// The other way round.
+template <int BITS>
+void lay_back(uint8_t* rows, int64_t row_bytes, const uint32_t* panels, int64_t outputs, int64_t words, uint32_t flipped) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < outputs; row++)
+        for (int64_t w = 0; 4 * w < row_bytes; w++) {
+            const uint32_t word = word_of_run<BITS, true>(panels[(row / 64 * words + w) * 64 + row % 64]) ^ flipped;
+            std::memcpy(rows + row * row_bytes + 4 * w, &word, std::min<int64_t>(4, row_bytes - 4 * w));
+        }
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..toolchain import cpp
+from ..toolchain import cpp, huge_pages
 from .codes import CodeKind, Codes
 from .cpu import PANEL_OUTPUTS, NativeCodesLinear, PackedCodes, scales_are_known
 from .reference import INPUT_BLOCK, run_columns
@@ -92,7 +92,7 @@ class IntegerCodes(PackedCodes):
         """[..,N,bytes] -> [E,panels,words,64] int32"""
         stored = stored.reshape(self.groups, self.outputs, -1).contiguous()
         panels, words = -(-self.outputs // PANEL_OUTPUTS), self._columns * bits // 32
-        laid = torch.empty(self.groups, panels, words, PANEL_OUTPUTS, dtype=torch.int32)
+        laid = huge_pages.LASTING.empty((self.groups, panels, words, PANEL_OUTPUTS), torch.int32)
         for rows, to in zip(stored, laid, strict=True):
             sizes = self.outputs, words, bits, flipped
             _library().intarsia_lay(rows.data_ptr(), rows.shape[1], to.data_ptr(), *sizes, False)

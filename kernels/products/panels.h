@@ -29,6 +29,7 @@ struct Product {
 };
 
 constexpr int OUTPUTS = 64;             // of a panel
+constexpr int64_t LINE_BYTES = 64;      // of the caches
 constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
 constexpr int64_t SHARE_BYTES = 768 << 10;  // of x that a thread takes at a time: they and a panel stay in its second cache
 constexpr int64_t LEAST_SHARE_ROWS = 192, MOST_SHARE_ROWS = 512;
@@ -149,6 +150,23 @@ void for_each_work(const Product& a, int parts, Function do_work) {
                 do_work(all.at(n), after < count ? &next : nullptr, room);
             }
     }
+}
+
+// Rows of up to 64 outputs, each from first to last, become words of 64 outputs side by side: to [words][64]. By runs of two
+// lines, so that what is read and what is written stay in the first cache; the row's next run is fetched meanwhile.
+// rows: `row_bytes` apart; change: what a word becomes
+template <class Word, class Function>
+void lay_side_by_side(const void* rows, int64_t row_bytes, int64_t count, int64_t words, Word* to, Function change) {
+    constexpr int RUN_BYTES = 2 * LINE_BYTES, RUN = RUN_BYTES / sizeof(Word);
+    for (int64_t first = 0; first < words; first += RUN)
+        for (int64_t n = 0; n < count; n++) {
+            const char* at = static_cast<const char*>(rows) + n * row_bytes + first * sizeof(Word);
+            for (int line = 0; line < RUN_BYTES; line += LINE_BYTES) prefetch_far(at + RUN_BYTES + line);
+            Word run[RUN];
+            const int here = int(std::min<int64_t>(RUN, words - first));
+            std::memcpy(run, at, here * sizeof(Word));
+            for (int w = 0; w < here; w++) to[(first + w) * OUTPUTS + n] = change(run[w]);
+        }
 }
 
 // Weights are float32 or bfloat16.

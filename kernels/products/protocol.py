@@ -3,10 +3,14 @@
     linear.__class__ = kind, by kind.take_over(linear)      # once: its weight is packed, and not kept as it was
     y = linear(x)                                           # x [.., inputs] -> [.., outputs], as before
 
+or in two steps, where weights may still be put side by side between them: kind.hold(linear, weight, dtype), then
+linear.settle().
+
 A module that is taken over keeps its hooks, and references to it stay valid. `reference.py` shows the arithmetic.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -38,6 +42,12 @@ class PackedLinear(nn.Linear):
     torch_from_rows: float = math.inf
     """Products of so many rows and more go torch's way, where that is another."""
 
+    held: Any = None
+    """The weight as it was, or its `Codes`, until it lies as products read it."""
+
+    is_left_out: bool = False
+    """Whether what is not settled yet gives zeros, for a pass that asks for no numbers."""
+
     @classmethod
     def lacks(cls) -> str | None:
         """What this machine lacks for it, in words; None if nothing. May compile."""
@@ -46,14 +56,27 @@ class PackedLinear(nn.Linear):
     @classmethod
     def take_over(cls, linear: nn.Linear) -> Self:
         """Change this very module. Of its weight, which may be shared, only the packed copy is kept."""
+        packed = cls.hold(linear, linear.weight.detach(), linear.weight.dtype)
+        packed.settle()
+        return packed
+
+    @classmethod
+    def hold(cls, linear: nn.Linear, weight: Tensor | Sequence[Tensor] | Codes, dtype: torch.dtype) -> Self:
+        """Change this very module, whose weight or bias may not be there yet. `settle` follows."""
         module: Any = linear
-        weight = module._parameters.pop("weight")
+        module._parameters.pop("weight", None)
         module.__class__ = cls
-        module.pack(weight.detach())
+        module.held, module.dtype = weight, dtype
         return module
 
-    def pack(self, weight: Tensor) -> None:
-        """weight: [outputs, inputs]"""
+    def settle(self) -> None:
+        """Lay the weight out as products read it. Nothing changes from then on."""
+        if self.held is not None:
+            self.pack(self.held)
+            self.held = None
+
+    def pack(self, weight: Any) -> None:
+        """weight: [outputs, inputs], or codes where it is of such"""
         raise NotImplementedError
 
     def lend(self, linear: nn.Linear) -> None:
@@ -84,22 +107,8 @@ class CodesLinear(PackedLinear):
     packed: Any
     """Of that kind, from then on."""
 
-    held: Codes | None = None
-    """Until it lies as products read it."""
-
-    @classmethod
-    def hold(cls, linear: nn.Linear, codes: Codes, dtype: torch.dtype) -> Self:
-        """Change this very module, whose weight is not there yet. `settle` follows when its bias is."""
-        module: Any = linear
-        module._parameters.pop("weight", None)
-        module.__class__ = cls
-        module.held, module.dtype = codes, dtype
-        return module
-
-    def settle(self) -> None:
-        """Nothing changes from now on."""
-        self.packed = self.weights(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
-        self.held = None
+    def pack(self, weight: Codes) -> None:
+        self.packed = self.weights(weight, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
 
     @property
     def codes(self) -> Codes:

@@ -88,7 +88,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
     record_with(tape, monkeypatch)
     # C++ leaves nothing on the tape. There is none on a GPU.
     monkeypatch.setattr(warm_up, "fuse", lambda *_: None)
-    monkeypatch.setattr(load, "pack_linears", lambda *_: None)
+    monkeypatch.setattr(load, "hold_linears", lambda *_: None)
     monkeypatch.setattr(load, "pack_experts", lambda *_: None)
     monkeypatch.setattr(mixers, "is_available", lambda: False)
     return workers, tape

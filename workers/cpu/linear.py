@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...kernels.products import (
+    Codes,
     CodesLinear,
     IntegerCodesLinear,
     NativeLinear,
@@ -24,14 +26,23 @@ from ...kernels.products.ways import way_of
 def pack_linears(
     module: nn.Module, device: torch.device, torch_from_rows: float = math.inf, same_bits: bool = False
 ) -> None:
-    """Pack every plain `nn.Linear` on a CPU. A weight of several modules is packed once if they are linears of the same
-    bias or embeddings, else it stays as it is. On a GPU weights stay as they are, and nothing happens unless a row's
-    result is to depend on that row alone.
+    """Pack every plain `nn.Linear` on a CPU, and what is held in fewer bits. A weight of several modules is packed once
+    if they are linears of the same bias or embeddings, else it stays as it is. On a GPU plain weights stay as they are,
+    and nothing happens unless a row's result is to depend on that row alone.
 
     torch_from_rows: products of so many rows and more go torch's way
     """
+    hold_linears(module, device, torch_from_rows, same_bits)
+    settle_linears(module)
+
+
+def hold_linears(
+    module: nn.Module, device: torch.device, torch_from_rows: float = math.inf, same_bits: bool = False
+) -> None:
+    """The same, but that what C++ multiplies with is packed later, by `settle_linears`: some of it is merged before."""
     for linear in codes_linears(module):
-        linear.settle()
+        if not isinstance(linear, NativeLinear):
+            linear.settle()
         linear.torch_from_rows = _torch_from_rows(linear, torch_from_rows)
     owners = _owners(module)
     for child in list(module.modules()):
@@ -44,7 +55,9 @@ def pack_linears(
             continue
         if kind is None or (others and not (kind.has_neighbours and all(_can_read(child, each) for each in others))):
             continue
-        linear = kind.take_over(child)
+        linear = kind.hold(child, child.weight.detach(), child.weight.dtype)
+        if kind is not NativeLinear:
+            linear.settle()
         linear.torch_from_rows = torch_from_rows
         for other in others:
             if isinstance(other, nn.Linear):
@@ -53,20 +66,44 @@ def pack_linears(
                 take_embedding(other, linear)
 
 
+def settle_linears(module: nn.Module) -> None:
+    """Pack what is not packed yet."""
+    for linear in _packed_linears(module):
+        linear.settle()
+
+
+@contextmanager
+def products_left_out(module: nn.Module) -> Iterator[None]:
+    """Meanwhile linears that are not settled give zeros: for a pass that asks for no numbers."""
+    linears = list(_packed_linears(module))
+    for linear in linears:
+        linear.is_left_out = True
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.is_left_out = False
+
+
 def widen_logits(module: nn.Module) -> None:
     """Logits are float32, as they are summed, in models of 16 bits as well: rounded ones tie, and are off by as much as
     all that a model rounds before."""
     outputs = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
     if isinstance(outputs, NativeLinear):
+        outputs.settle()
         outputs.packed.widen()
 
 
 def codes_linears(module: nn.Module) -> Iterator[CodesLinear]:
     """Those whose weights stay in fewer bits, and those that only an embedding has; each once."""
+    return (linear for linear in _packed_linears(module) if isinstance(linear, CodesLinear))
+
+
+def _packed_linears(module: nn.Module) -> Iterator[PackedLinear]:
     known: set[int] = set()
     for child in module.modules():
         linear = child.output if isinstance(child, PackedEmbedding) else child
-        if isinstance(linear, CodesLinear) and id(linear) not in known:
+        if isinstance(linear, PackedLinear) and id(linear) not in known:
             known.add(id(linear))
             yield linear
 
@@ -101,25 +138,25 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
         known = next(linear.bias for linear in linears if linear.bias is not None)
         biases = [known.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    if (joined := _merge_codes(merged, linears)) is not None:
+    first: Any = linears[0]
+    codes = _joined_codes(linears)
+    if codes is not None or all(type(linear) is NativeLinear for linear in linears):
+        weights = [linear.weight for linear in linears] if codes is None else codes
+        joined = type(first).hold(merged, weights, first.dtype)
+        joined.settle()
+        joined.torch_from_rows = first.torch_from_rows
         return joined
     merged.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    same_bits = isinstance(linears[0], TritonLinear)
-    pack_linears(merged, merged.weight.device, getattr(linears[0], "torch_from_rows", math.inf), same_bits)
+    same_bits = isinstance(first, TritonLinear)
+    pack_linears(merged, merged.weight.device, getattr(first, "torch_from_rows", math.inf), same_bits)
     return merged
 
 
-def _merge_codes(merged: nn.Linear, linears: Sequence[nn.Linear]) -> nn.Linear | None:
+def _joined_codes(linears: Sequence[nn.Linear]) -> Codes | None:
     """Weights in fewer bits stay so, if all are packed alike."""
     kept = [linear for linear in linears if isinstance(linear, CodesLinear)]
     are_alike = len(kept) == len(linears) and len({type(linear) for linear in kept}) == 1
-    codes = side_by_side([linear.codes for linear in kept]) if are_alike else None
-    if codes is None:
-        return None
-    joined = type(kept[0]).hold(merged, codes, kept[0].dtype)
-    joined.settle()
-    joined.torch_from_rows = kept[0].torch_from_rows
-    return joined
+    return side_by_side([linear.codes for linear in kept]) if are_alike else None
 
 
 def outputs_of(linear: nn.Linear) -> int:

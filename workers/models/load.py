@@ -29,7 +29,7 @@ from ..checkpoint.layer_specs import (
 )
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
-from ..cpu.linear import pack_linears, widen_logits
+from ..cpu.linear import hold_linears, widen_logits
 from ..cpu.order import sum_order
 from ..known_families import check_not_refused, is_known
 from ..layers.adapters import Paged, bind
@@ -144,7 +144,7 @@ def _load(
         notes=tuple(filter(None, notes)),
     )
     if not settings.torch_compile:  # which sees no further than an operator it does not know
-        pack_linears(module, device, order.torch_from_rows, settings.same_bits)
+        hold_linears(module, device, order.torch_from_rows, settings.same_bits)
         pack_experts(module, device, settings.same_bits)
         widen_logits(module)
     is_tested = is_known((whole.model_type, config.model_type))

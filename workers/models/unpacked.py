@@ -37,6 +37,9 @@ FEWEST_ZEROS = 16
 CHECKED_NUMBERS = 4096
 """From so many on a mean says something."""
 
+LOOKED_AT_NUMBERS = 2**18
+"""Of a weight that stays in its bits: more would say no more."""
+
 KINDS = {
     "fp8": CodeKind.E4M3, "mxfp8": CodeKind.E4M3, "int8": CodeKind.INT8, "nvfp4": CodeKind.E2M1,
     "mxfp4": CodeKind.E2M1,
@@ -94,7 +97,7 @@ class Unpacked:
         if start >= stop or "inputs" in self.packed.parts:
             return None
         codes, first = self._outward(dim, start, stop)
-        some = next(codes.runs(NUMBERS_AT_ONCE))
+        some = next(codes.runs(LOOKED_AT_NUMBERS))
         _check(self, some, some.numbers(torch.float32))
         return codes.cut(dim, start - first, stop - first)
 

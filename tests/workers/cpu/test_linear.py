@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from intarsia.kernels.products import NativeLinear, PackedLinear
-from intarsia.workers.cpu.linear import merge_linears, pack_linears
+from intarsia.workers.cpu.linear import hold_linears, merge_linears, pack_linears, products_left_out, settle_linears
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,29 @@ def test_merged_layers_are_the_layers_side_by_side():
     wanted = torch.cat([linear(inputs) for linear in linears], dim=-1)
     pack_linears(linears[0], CPU)
     torch.testing.assert_close(merge_linears(linears)(inputs), wanted)
+
+
+def test_what_is_held_gives_zeros_where_products_are_left_out_and_is_packed_when_it_is_settled():
+    if reason := NativeLinear.lacks():
+        pytest.skip(reason)
+    held, x = model(), torch.randn(2, 24)
+    hold_linears(held, CPU)
+    with products_left_out(held):
+        assert held(x).shape == (2, 8) and not held(x).any()
+    with pytest.raises(AssertionError, match="settle"):
+        held(x)
+    settle_linears(held)
+    torch.testing.assert_close(held(x), model()(x))
+
+
+def test_held_layers_are_packed_once_when_they_are_merged():
+    if reason := NativeLinear.lacks():
+        pytest.skip(reason)
+    linears, x = [nn.Linear(24, outputs).requires_grad_(False) for outputs in (64, 40)], torch.randn(5, 24)
+    wanted = torch.cat([linear(x) for linear in linears], dim=-1)
+    hold_linears(nn.Sequential(*linears), CPU)
+    torch.testing.assert_close(merge_linears(linears)(x), wanted)
+    assert all("packed" not in vars(linear) for linear in linears)
 
 
 # -- weights that several use ----------------------------------------------------------------------------------------
