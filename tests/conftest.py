@@ -29,6 +29,7 @@ START_NONE = tuple(
 PART_OF_THE_GATE = {
     "test_tokens_equal_the_oracle_on_two_workers", "test_log_probabilities_equal_the_oracles",
     "test_the_table_says_of_a_family_what_is_observed",
+    "test_two_ranks_of_packed_weights_answer_as_transformers_with_the_plain_twin",
 }  # fmt: skip
 """Of the tests that each family goes through, those that are not slow for the families of `models.NEWER`."""
 

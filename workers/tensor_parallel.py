@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import InvalidSetting
-from ..kernels.products import PackedLinear
+from ..kernels.products import CodesLinear, PackedLinear
 from .checkpoint.layer_specs import kv_heads_of, layer_config
 from .collectives import Collectives
 
@@ -350,7 +350,7 @@ def _count_fused(attention: Any) -> None:
 def _own_heads(attention: Any, fused: Any, output: Any) -> tuple[int, int]:
     """Of queries, which go into the output projection, and of keys. Ranks that share a head of keys have fewer queries
     for each of theirs than the config says."""
-    heads = (output.inputs if isinstance(output, PackedLinear) else output.weight.shape[1]) // attention.head_dim
+    heads = (output.inputs if isinstance(output, CodesLinear) else output.weight.shape[1]) // attention.head_dim
     return heads, (_outputs(fused) // attention.head_dim - heads) // 2
 
 

@@ -111,6 +111,11 @@ class CodesLinear(PackedLinear):
         self.packed = self.weights(weight, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
 
     @property
+    def inputs(self) -> int:
+        """May be fewer than `in_features`, where a rank has a part."""
+        return self.packed.inputs if self.held is None else self.held.shape[-1]
+
+    @property
     def codes(self) -> Codes:
         return self.packed.codes() if self.held is None else self.held
 

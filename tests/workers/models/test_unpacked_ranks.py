@@ -23,7 +23,10 @@ WITH_TWO_STATE_HEADS = "qwen3_5", "qwen3_5_moe"
 PRODUCTS = "cpu", "reference"
 TOKENS = 8
 
-USUAL = ("llama", "awq"), ("gpt_oss", "mxfp4"), ("qwen3_5_moe", "fp8-blocks"), ("nemotron_h", "nvfp4")
+USUAL = (
+    ("llama", "awq"), ("gpt_oss", "mxfp4"), ("phi3", "fp8-rows"), ("qwen3_5_moe", "fp8-blocks"),
+    ("nemotron_h", "nvfp4"),
+)  # fmt: skip
 """Family and format of tests that are not slow, on two ranks."""
 
 
