@@ -376,10 +376,6 @@ class NativeLinear(PackedLinear):
         return self.packed.rows(numbers) if self.held is None else self.held[numbers]
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return super().weight if self.held is None else self.held
-
-    @property
     def outputs(self) -> int:
         return self.packed.outputs if self.held is None else self.held.shape[0]
 
@@ -396,10 +392,6 @@ class NativeCodesLinear(CodesLinear, NativeLinear):
     """On a CPU with a C++ compiler. The results have the bits of those with expanded weights."""
 
     weights = PackedCodes
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.rows(torch.arange(self.outputs))
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.packed.rows(numbers) if self.held is None else self.held.rows_at(numbers).numbers(self.dtype)

@@ -264,29 +264,8 @@ void product(const Product& a) {
 
 template <class T>
 void pack(const T* weight, int64_t stride, uint32_t* packed, int64_t outputs, int64_t depth) {
-    constexpr int N = NUMBERS<T>;
-    const int64_t whole = depth / N, steps = (depth + N - 1) / N, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++) {
-        const T* rows = weight + panel * OUTPUTS * stride;
-        uint32_t* to = packed + panel * steps * OUTPUTS;
-        const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
-        if (count < OUTPUTS || whole < steps) std::memset(to, 0, steps * OUTPUTS * 4);
-        lay_side_by_side(rows, stride * sizeof(T), count, whole, to, [](uint32_t word) { return word; });
-        for (int64_t n = 0; whole < steps && n < count; n++)  // a number alone
-            std::memcpy(to + whole * OUTPUTS + n, rows + n * stride + depth - 1, sizeof(T));
-    }
-}
-
-// rows [outputs][row_bytes], panels [panels][bytes][64]: what is behind a row's last byte is zero
-void lay_bytes(const uint8_t* rows, int64_t row_bytes, uint8_t* panels, int64_t outputs, int64_t bytes) {
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < (outputs + OUTPUTS - 1) / OUTPUTS; panel++) {
-        uint8_t* to = panels + panel * bytes * OUTPUTS;
-        const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
-        if (count < OUTPUTS || row_bytes < bytes) std::memset(to, 0, bytes * OUTPUTS);
-        lay_side_by_side(rows + panel * OUTPUTS * row_bytes, row_bytes, count, row_bytes, to, [](uint8_t byte) { return byte; });
-    }
+    const int64_t size = sizeof(T), steps = (depth + NUMBERS<T> - 1) / NUMBERS<T>;
+    lay_panels(weight, stride * size, depth * size, outputs, steps, packed, [](uint32_t word) { return word; });
 }
 
 template <class T>
@@ -359,9 +338,9 @@ void intarsia_pack(const void* weight, int64_t stride, void* packed, int64_t out
     });
 }
 
-// Codes from rows [outputs][row_bytes] into panels [panels][bytes][64].
+// Codes from rows [outputs][row_bytes] into panels [panels][bytes][64], zero behind a row's last byte.
 void intarsia_lay_bytes(const uint8_t* rows, int64_t row_bytes, uint8_t* panels, int64_t outputs, int64_t bytes) {
-    lay_bytes(rows, row_bytes, panels, outputs, bytes);
+    lay_panels(rows, row_bytes, row_bytes, outputs, bytes, panels, [](uint8_t byte) { return byte; });
 }
 
 // Rows of the weight as it was: out [count, depth].

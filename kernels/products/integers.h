@@ -184,21 +184,8 @@ inline uint32_t word_of_run(uint32_t word) {
 // are turned over.
 template <int BITS>
 void lay(const uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, uint32_t flipped) {
-    const auto turned = [&](uint32_t word) { return word_of_run<BITS, false>(word ^ flipped); };
-    const int64_t whole = row_bytes / 4;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < (outputs + 63) / 64; panel++) {
-        const uint8_t* from = rows + panel * 64 * row_bytes;
-        uint32_t* to = panels + panel * words * 64;
-        const int64_t count = std::min<int64_t>(64, outputs - panel * 64);
-        if (count < 64 || whole < words) std::memset(to, 0, words * 256);
-        lay_side_by_side(from, row_bytes, count, whole, to, turned);
-        for (int64_t n = 0; row_bytes % 4 && n < count; n++) {
-            uint32_t word = 0;
-            std::memcpy(&word, from + n * row_bytes + whole * 4, row_bytes % 4);
-            to[whole * 64 + n] = turned(word);
-        }
-    }
+    lay_panels(rows, row_bytes, row_bytes, outputs, words, panels,
+               [&](uint32_t word) { return word_of_run<BITS, false>(word ^ flipped); });
 }
 
 // The other way round.

@@ -169,6 +169,27 @@ void lay_side_by_side(const void* rows, int64_t row_bytes, int64_t count, int64_
         }
 }
 
+// The same of all outputs, in panels [panels][words][64]. rows: [outputs][row_bytes], `stride_bytes` apart; what is behind
+// their last byte is zero, within a word before it is changed
+template <class Word, class Function>
+void lay_panels(const void* rows, int64_t stride_bytes, int64_t row_bytes, int64_t outputs, int64_t words, Word* panels,
+                Function change) {
+    const int64_t whole = row_bytes / sizeof(Word), rest = row_bytes % sizeof(Word);
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < (outputs + OUTPUTS - 1) / OUTPUTS; panel++) {
+        const char* from = static_cast<const char*>(rows) + panel * OUTPUTS * stride_bytes;
+        Word* to = panels + panel * words * OUTPUTS;
+        const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
+        if (count < OUTPUTS || whole < words) std::memset(to, 0, words * OUTPUTS * sizeof(Word));
+        lay_side_by_side(from, stride_bytes, count, whole, to, change);
+        for (int64_t n = 0; rest && n < count; n++) {
+            Word last = 0;
+            std::memcpy(&last, from + n * stride_bytes + whole * sizeof(Word), rest);
+            to[whole * OUTPUTS + n] = change(last);
+        }
+    }
+}
+
 // Weights are float32 or bfloat16.
 template <class Function>
 void with_weight(int kind, Function what) {

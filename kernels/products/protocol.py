@@ -89,8 +89,8 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight as it was [outputs, inputs]. It is unpacked on each request, and not kept."""
-        return self.rows(torch.arange(self.outputs))
+        """The weight as it was [outputs, inputs]. Once packed, it is unpacked on each request, and not kept."""
+        return self.held if isinstance(self.held, Tensor) else self.rows(torch.arange(self.outputs))
 
     @property
     def outputs(self) -> int:
