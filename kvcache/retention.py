@@ -45,8 +45,9 @@ REMEMBERED_PER_KEPT, LEAST_REMEMBERED = 8, 512
 POINT_BYTES, NAME_BYTES = 900, 75
 """Memory that a point takes, and each name of its blocks, about: measured with tracemalloc."""
 
-MOST_REMEMBERED_BYTES, REMEMBERED_SHARE = 64 << 20, 0.02
-"""That they may take, and as a share of the pool's memory: the smaller one."""
+MOST_REMEMBERED_BYTES, REMEMBERED_SHARE, LEAST_REMEMBERED_BYTES = 64 << 20, 0.02, 1 << 20
+"""That they may take, and as a share of the pool's memory: the smaller one. So many bytes at least, since a pool that
+remembers nothing can not learn from uses that came too late."""
 
 PRIORITY_FACTOR, MOST_PRIORITY = 8.0, 16
 """What one step of priority multiplies the worth by, and the steps that count."""
@@ -61,7 +62,8 @@ class Retention:
         self._size = plan.block_tokens
         self._blocks = blocks
         self._drawn = drawn
-        self._most_bytes = min(MOST_REMEMBERED_BYTES, int(plan.memory_bytes * REMEMBERED_SHARE))
+        share_bytes = int(plan.memory_bytes * REMEMBERED_SHARE)
+        self._most_bytes = max(LEAST_REMEMBERED_BYTES, min(MOST_REMEMBERED_BYTES, share_bytes))
         self._rng = random.Random(0)
         self.after: Callable[[Arrival, Row], None] | None = None  # is told of each request that has left
         self.forget_all()

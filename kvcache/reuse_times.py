@@ -1,8 +1,8 @@
 """How soon points are used again, learnt from what happens: the chance of it, by age, for each sort of point.
 
 For each kind and gap of a sort (`sorts.py`) there is a table of rates by age (uses per request that comes in). Times
-and new tokens multiply it. What is rare leans on what is frequent: a rate begins as that of its kind and moves as
-events come, and a factor begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
+and new tokens multiply it. What is rare leans on what is like it: a table begins with a few points that were used as
+those of gaps near its own, and a factor begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
 
 A point's `chance` is the best that waiting for it could bring: over all times that one could go on keeping it, the
 largest ratio of the probability of a use to the time that memory is held for it (an index as Gittins defines it). It
@@ -26,11 +26,18 @@ BUCKETS = 30
 EDGES = np.array([2 ** (b / 2) - 1 for b in range(BUCKETS + 1)])
 WIDTHS = np.diff(EDGES)
 
-PRIOR_EVENTS = 60.0
-"""Uses that a rate must have seen to count as much as that of its kind."""
+PRIOR_POINTS = 10.0
+"""Of the gaps near one, which its table begins with."""
+
+LIKENESS_OF_NEXT_GAP, LIKENESS_OF_ANY_GAP = 0.4, 0.02
+"""What events of the next gap count among those near one, the one after that by as much less again; and of any gap. A
+point that was used once only is like no other."""
 
 PRIOR_OF_FACTORS = 100.0
-"""Likewise, for a factor and 1."""
+"""Uses that a factor must have seen to count as much as 1."""
+
+FEW_USES = 0.02
+"""In each bucket of age, so that no rate is 0 or unknown."""
 
 NEIGHBOURS = 0.25
 """Weight of the ages next to one, when rates are counted."""
@@ -165,9 +172,31 @@ def _summed(place_R: np.ndarray, values_RB: np.ndarray) -> np.ndarray:
 
 
 def _rates(uses_KGB: np.ndarray, time_KGB: np.ndarray) -> np.ndarray:
-    of_kind = (_smoothed(uses_KGB.sum(1)) + 0.02) / (_smoothed(time_KGB.sum(1)) + WIDTHS + 1)
-    of_kind = np.where(time_KGB.sum((1, 2))[:, None] > 0, of_kind, FIRST_RATE)[:, None, :]
-    return (_smoothed(uses_KGB) + PRIOR_EVENTS) / (_smoothed(time_KGB) + PRIOR_EVENTS / of_kind)
+    # What is known of gaps near each, and beyond that what is thought of any point.
+    near_uses_KGB, near_time_KGB = (np.einsum("gh,khb->kgb", LIKENESS_GG, seen) for seen in (uses_KGB, time_KGB))
+    near_KGB = (_smoothed(near_uses_KGB) + FEW_USES) / (_smoothed(near_time_KGB) + FEW_USES / FIRST_RATE)
+    # A few points that were used like that, and all that were seen.
+    point_uses_KGB, point_time_KGB = _of_one_point(near_KGB)
+    return (_smoothed(uses_KGB) + PRIOR_POINTS * point_uses_KGB + FEW_USES) / (
+        _smoothed(time_KGB) + PRIOR_POINTS * point_time_KGB + FEW_USES / near_KGB
+    )
+
+
+def _of_one_point(rate_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Until its first use: the uses and the time waited that these rates let expect, by age."""
+    left_B = np.exp(-np.cumsum(rate_B * WIDTHS, axis=-1))
+    came_B = np.concatenate([np.ones_like(left_B[..., :1]), left_B[..., :-1]], axis=-1)
+    return came_B - left_B, (came_B - left_B) / rate_B
+
+
+def _likeness() -> np.ndarray:
+    gaps_G = np.arange(GAPS)
+    likeness_GG = LIKENESS_OF_NEXT_GAP ** np.abs(gaps_G[:, None] - gaps_G)
+    likeness_GG[0, 1:] = likeness_GG[1:, 0] = 0.0
+    return likeness_GG + LIKENESS_OF_ANY_GAP
+
+
+LIKENESS_GG = _likeness()
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:

@@ -53,6 +53,18 @@ def test_marks_of_a_sort_multiply_the_rate_and_rare_ones_lean_on_the_others():
     assert times.chance(rare, 50) == pytest.approx(times.chance(common, 50), rel=0.1)
 
 
+def test_a_gap_of_which_little_is_known_leans_on_those_near_it():
+    early, near, far, late = (CHAT._replace(gap=gap) for gap in (2, 4, 8, 10))
+    times = learnt([(early, 3, True)] * 300 + [(late, 300, True)] * 300)
+    assert times.chance(near, 3) > 10 * times.chance(far, 3) > 50 * times.chance(late, 3)
+
+
+def test_a_few_points_outweigh_what_is_known_of_others():
+    times = learnt([(CHAT, 3, True)] * 300 + [(CYCLE, 300, True)] * 40)
+    assert times.chance(CHAT, 3) > 100 * times.chance(CYCLE, 3)
+    assert times.chance(CYCLE, 280) > 3 * times.chance(CYCLE, 0)
+
+
 def test_a_change_of_load_is_followed():
     times = learnt([(CHAT, 10, True)] * 6000)
     high = times.chance(CHAT, 0)
