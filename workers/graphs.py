@@ -50,6 +50,10 @@ MOST_ROWS = 512
 MIXED_TOKENS = 128, 256, 512, 1024
 """Of recorded steps with prompts. Longer ones keep a GPU busy without being recorded."""
 
+MOST_GATHERING_TOKENS = 256
+"""The same where each token gathers what it attends to: that keeps a GPU busy sooner. And in a recorded step those
+gather, too, that see no more than they may choose."""
+
 GRAPH_BYTES = 10 << 20
 """What a GPU keeps of one recorded step, about: its nodes, some thousands, and their arguments."""
 
@@ -119,13 +123,9 @@ def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
     recorded. most_tokens: of a step"""
     attention = model.attention
     has_frames = _is_wide(model) and (attention.backend.capabilities.mixed_frames or not attention.params)
-    if (
-        not has_frames
-        or attention.gathers
-        or (model.pages.state_groups and not model.states.has_mixed_frames)
-        or most_tokens < 2
-    ):
+    if not has_frames or (model.pages.state_groups and not model.states.has_mixed_frames) or most_tokens < 2:
         return []
+    most_tokens = min(most_tokens, MOST_GATHERING_TOKENS if attention.gathers else MIXED_TOKENS[-1])
     return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)
 
 
@@ -273,7 +273,7 @@ class StepGraphs:
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
         keep_R = None if step.is_decode else of_rows.clone()
-        beside_metas = self._model.attention.frame(rows)
+        beside_metas = self._model.attention.frame(rows, tokens)
         seen = None
         if step.sight is not None and self._sights is not None:
             seen = self._sights.frame(rows, tokens, is_decode=step.is_decode)

@@ -25,6 +25,7 @@ from intarsia.tests.kernels.scenes import cut_short
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
 from intarsia.workers.graphs import (
+    MOST_GATHERING_TOKENS,
     MOST_ROWS,
     CudaRecorder,
     Recorder,
@@ -291,7 +292,7 @@ def test_steps_with_prompts_are_filled_up_to_few_counts_of_tokens(most_tokens: i
     states.has_mixed_frames = True
     assert mixed_tokens(model, most_tokens) == counts
     attention.gathers = True  # what each query of a prompt chooses
-    assert mixed_tokens(model, most_tokens) == []
+    assert mixed_tokens(model, most_tokens) == sorted({min(n, MOST_GATHERING_TOKENS) for n in counts}, reverse=True)
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))

@@ -12,7 +12,7 @@ import pytest
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.models import FAMILIES, STATES_ALONE, WITH_CHOICE, behind_best, load_oracle
+from intarsia.tests.models import FAMILIES, STATES_ALONE, behind_best, load_oracle
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
 from intarsia.tests.pretended_cuda.scenes import VARIED
@@ -178,8 +178,7 @@ def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(
     assert most["sync"] == SYNCS, answer["costs"]["replayed"]["places"]["sync"]
     assert most["launch"] == GREEDY_LAUNCHES, answer["costs"]["replayed"]["places"]["kernel"]
     mixed = answer["costs"]["mixed"]
-    replays = 0 if family in WITH_CHOICE else mixed["steps"]
-    assert mixed["replays"] == replays, "steps with prompts, and those that save states, are recorded too"
+    assert mixed["replays"] == mixed["steps"], "steps with prompts, and those that save states, are recorded too"
     assert answer["costs"]["unrecorded"]["steps"] == 0
     assert mixed["most"]["sync"] == SYNCS, mixed["places"]["sync"]
     assert most["syncs of launch"] == mixed["most"]["syncs of launch"] == 0, "the next step is launched before that"

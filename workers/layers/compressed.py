@@ -121,9 +121,9 @@ class CompressingAttention(EntryAttention):
         self, frame: GatheringFrame, layer: int, kind: Kind, index: Index | None
     ) -> Iterator[tuple[FramedPart, Tensor]]:
         """The same of a recorded step: what a query attends to is laid out where its tables are."""
-        rows, window_tokens = frame.rows_of(kind.window), frame.batches[kind.window].window_tokens
+        queries, window_tokens = frame.queries(kind.window), frame.batches[kind.window].window_tokens
         assert window_tokens is not None, "these layers have windows"
-        most = rows.longest // kind.entries.tokens if kind.most is None else kind.most
+        most = queries.longest // kind.entries.tokens if kind.most is None else kind.most
         sight = Sight(window_tokens, most, -(-(window_tokens + most) // WIDTH) * WIDTH)
         window, entries = self.views[layer][:, :, 0], self.entries(layer)[:, :, 0]
 

@@ -88,8 +88,8 @@ class EntryAttention(PagedAttention):
     def has_frames(self) -> bool:
         return self._can_be_recorded and self.backend.capabilities.held_tables
 
-    def frame(self, rows: int) -> GatheringFrame:
-        return GatheringFrame(rows, self.backend, self._device)
+    def frame(self, rows: int, tokens: int) -> GatheringFrame:
+        return GatheringFrame(rows, tokens, self.backend, self._device)
 
     def refill(self, frame: GatheringFrame, batches: Sequence[GroupBatch], transfer: Transfer) -> bool:
         return frame.refill(batches, transfer)
@@ -146,10 +146,11 @@ class EntryAttention(PagedAttention):
             return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, size // entries.tokens)
         return ChoiceBatch(table_RP, upload(newest_N, self._device), longest, 0)
 
-    def entries_in(self, frame: GatheringFrame, layer: int, rows: slice) -> ChoiceBatch:
-        """Among which rows of a recorded step choose. One that sees none is given the first, and told to see none."""
+    def entries_in(self, frame: GatheringFrame, layer: int, queries: slice) -> ChoiceBatch:
+        """Among which queries of a recorded step choose. One that sees none is given the first, but its length says
+        that it sees none."""
         tokens = self._lies[layer].tokens
-        some = frame.rows_of(self._lies[layer].place).of(rows)
+        some = frame.queries(self._lies[layer].place).of(queries)
         newest_N = ((some.positions_N + 1) // tokens - 1).clamp_(min=0)
         return replace(some, positions_N=newest_N, longest=max(1, some.longest // tokens), entry_tokens=tokens)
 
@@ -196,19 +197,19 @@ class EntryAttention(PagedAttention):
         return Making(*(upload(np.ascontiguousarray(each), self._device) for each in places))
 
     def _made_in(self, frame: GatheringFrame, entries: Entries) -> Making:
-        """In a recorded step: one of each row. Those that are not complete go into the null page."""
-        rows, givers = frame.rows_of(entries.place), frame.rows_of(entries.givers)
-        assert rows.starts_R is not None and givers.starts_R is not None, "tables lie on the device"
+        """In a recorded step: as many as can be complete. Those that are not go into the null page."""
         tokens = entries.tokens
-        known_N = rows.positions_N + 1
+        last, givers = frame.queries(entries.place, tokens), frame.queries(entries.givers, tokens)
+        assert last.starts_R is not None and givers.starts_R is not None, "tables lie on the device"
+        known_N = last.positions_N + 1
         number_N = (known_N // tokens - 1).clamp_(min=0)
         first_N = number_N * tokens
         behind = (frame.batches[entries.givers].window_tokens or tokens) - tokens
         token_NS = (first_N[:, None] + torch.arange(-behind, tokens, device=self._device)).clamp_(min=0)
         given_page_NS = givers.table_RP[givers.starts_R[:, None] + token_NS // givers.block_tokens].long()
-        own_block_N, place_N = _place_of(number_N, tokens, rows.block_tokens)
+        own_block_N, place_N = _place_of(number_N, tokens, last.block_tokens)
         is_complete_N = known_N % tokens == 0
-        page_N = rows.table_RP[rows.starts_R + own_block_N].long() * is_complete_N
+        page_N = last.table_RP[last.starts_R + own_block_N].long() * is_complete_N
         return Making(given_page_NS, token_NS % givers.block_tokens, number_N > 0, first_N, page_N, place_N)
 
 

@@ -15,10 +15,10 @@ class Recordable:
 
     @property
     def has_frames(self) -> bool:
-        """Whether steps in which every row decodes can be recorded. Known once the layers' needs are learnt."""
+        """Whether steps can be recorded. Known once the layers' needs are learnt."""
         return not self.gathers
 
-    def frame(self, rows: int) -> Any:
+    def frame(self, rows: int, tokens: int) -> Any:
         """What such steps need, in tensors that stay where they are."""
         return None
 
