@@ -126,7 +126,7 @@ class PackedWeights:
 
     def product(self, x_RI: Tensor) -> Tensor:
         """Of every row with the first group's weight. Returns [R,outputs]."""
-        return self._run(x_RI, len(x_RI))
+        return self._run(x_RI, x_RI.shape[0])  # `len` of a tensor is Python's, and takes ten times as long
 
     def torch_product(self, x_RI: Tensor) -> Tensor:
         """The same by torch, of some outputs after the others: their weights, as numbers, stay in the caches."""
@@ -384,8 +384,9 @@ class NativeLinear(PackedLinear):
             assert self.is_left_out, "settle it first"
             return input.new_zeros(*input.shape[:-1], self.outputs)
         rows = input.flatten(0, -2) if input.dim() != 2 else input
-        product = self.packed.product if len(rows) < self.torch_from_rows else self.packed.torch_product
-        return product(rows).view(*input.shape[:-1], self.packed.outputs)
+        packed, is_few = self.packed, rows.shape[0] < self.torch_from_rows
+        out = packed.product(rows) if is_few else packed.torch_product(rows)
+        return out if rows is input else out.view(*input.shape[:-1], packed.outputs)
 
 
 class NativeCodesLinear(CodesLinear, NativeLinear):
