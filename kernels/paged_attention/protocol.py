@@ -85,16 +85,12 @@ class GroupBatch:
         """[R] index of each row's first packed token."""
         return np.cumsum(self.query_lens, dtype=np.int64) - self.query_lens
 
-    def token_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """[T] row of each packed token, and [T] its position, where the keys are those of the tokens. int64"""
-        row = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        return row, np.arange(len(row)) + (self.kv_lens - self.query_lens - self.first_token())[row]
-
     def token_places(self) -> tuple[np.ndarray, np.ndarray]:
         """[T] page of each new token, and [T] its offset in that page. int64: page * stride overflows int32."""
         if not self.is_causal:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        row, position = self.token_rows()
+        row = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        position = np.arange(len(row)) + (self.kv_lens - self.query_lens - self.first_token())[row]
         block, offset = np.divmod(position, self.block_tokens)
         own = row if self.held is None else self.held.slots[row]
         return self.block_table[own, block].astype(np.int64), offset.astype(np.int64)

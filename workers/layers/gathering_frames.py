@@ -37,7 +37,9 @@ class FramedQueries:
     def refill(self, of_group: GroupBatch, transfer: Transfer) -> None:
         assert of_group.held is not None and self.whole.starts_R is not None, "frames are of tables on the device"
         starts_R = of_group.held.padded(len(of_group.kv_lens) + 1).starts
-        row_T, positions_T = of_group.token_rows()
+        row_T = np.repeat(np.arange(len(of_group.kv_lens)), of_group.query_lens)
+        known_R = of_group.kv_lens.astype(np.int64) - of_group.query_lens
+        positions_T = np.arange(len(row_T)) + (known_R - of_group.first_token())[row_T]
         is_one_T = (positions_T + 1) % self._every == 0
         starts, positions = starts_R[row_T[is_one_T]], positions_T[is_one_T]
         more = 0, len(self.positions_N) - len(positions)
