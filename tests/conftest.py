@@ -20,18 +20,17 @@ from typing import Any
 
 import pytest
 
-START_SERVERS = ("deploy/", "workers/process/test_fork_server.py", "test_imports.py", "test_snippets.py")
+START_SERVERS = ("deploy/", "workers/process/test_fork_server.py", "test_imports.py")
 START_NONE = tuple(
     f"deploy/{part}/" for part in ("checkpoints", "formats", "proof", "replay", "settings", "terminal", "tools")
 )
 
 
 PART_OF_THE_GATE = {
-    "test_tokens_equal_the_oracle_on_two_workers", "test_log_probabilities_equal_the_oracles",
-    "test_the_table_says_of_a_family_what_is_observed",
+    "test_tokens_equal_the_oracle_on_one_worker", "test_the_table_says_of_a_family_what_is_observed",
     "test_two_ranks_of_packed_weights_answer_as_transformers_with_the_plain_twin",
 }  # fmt: skip
-"""Of the tests that each family goes through, those that are not slow for the families of `models.NEWER`."""
+"""Of the tests that each family goes through, those that are not slow for families beside `models.EACH_KIND`."""
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
@@ -39,13 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
     here = Path(__file__).parent
     for item in items:
-        if getattr(item, "originalname", "") not in PART_OF_THE_GATE and _is_newer(_param(item, "family")):
+        if getattr(item, "originalname", "") not in PART_OF_THE_GATE and _is_one_more(_param(item, "family")):
             item.add_marker(pytest.mark.slow)
         fixtures = getattr(item, "fixturenames", ())
         place, family = item.path.relative_to(here).as_posix(), _family_of(item)
         starts_servers = place.startswith(START_SERVERS) and not place.startswith(START_NONE)
         if "ray_cluster" in fixtures or starts_servers:
             item.add_marker(pytest.mark.xdist_group("servers"))
+        elif place == "test_snippets.py":  # its programs have a Ray, ports and a list of servers of their own
+            item.add_marker(pytest.mark.xdist_group("snippets"))
         elif family is not None and item.get_closest_marker("xdist_group") is None:  # its checkpoint is made once
             item.add_marker(pytest.mark.xdist_group(family))
         elif (name := _param(item, "real")) is not None:  # it is read and expanded once
@@ -89,12 +90,13 @@ def _param(item: pytest.Item, name: str) -> Any:
     return asked.params.get(name) if asked is not None else None
 
 
-def _is_newer(family: Any) -> bool:
+def _is_one_more(family: Any) -> bool:
+    """Of a kind that another family stands for."""
     if not isinstance(family, str):
         return False
-    from intarsia.tests.models import NEWER
+    from intarsia.tests.models import EACH_KIND, FAMILIES
 
-    return family in NEWER
+    return family in FAMILIES and family not in EACH_KIND
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import trustme
@@ -62,6 +62,9 @@ ELSEWHERE = {
 """Commands that begin so, and what runs them."""
 
 
+SLOW_PAGES = {"CONTRIBUTING.md", "docs/package.md", "docs/replay.md", "deploy/cluster/README.md"}
+"""They say what other pages say, too, or what takes long: `make check`, whole traces."""
+
 NOT_RUN = re.compile(r"<!-- not run: .{8,} -->\n\Z")
 
 
@@ -83,6 +86,14 @@ def snippets(*kinds: str) -> list[Snippet]:
             is_run = not NOT_RUN.search(text[: match.start()])
             if match[1] in kinds and is_run:
                 found.append(Snippet(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
+    return found
+
+
+def as_parameters(*kinds: str) -> list[Any]:
+    found = []
+    for snippet in snippets(*kinds):
+        is_slow = str(snippet.page.relative_to(ROOT)) in SLOW_PAGES
+        found.append(pytest.param(snippet, id=str(snippet), marks=[pytest.mark.slow] if is_slow else []))
     return found
 
 
@@ -202,7 +213,7 @@ def commands(snippet: Snippet) -> list[tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("snippet", snippets("sh", "console"), ids=str)
+@pytest.mark.parametrize("snippet", as_parameters("sh", "console"))
 def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
     for command, said in commands(snippet):
         if command.startswith(tuple(ELSEWHERE)):
@@ -244,7 +255,7 @@ def test_an_output_with_a_line_too_few_is_another_one():
     assert not is_output(["...", "end", "lost   3 tokens", "..."], printed)
 
 
-@pytest.mark.parametrize("snippet", snippets("python"), ids=str)
+@pytest.mark.parametrize("snippet", as_parameters("python"))
 def test_programs_run(snippet: Snippet, desk: Desk):
     program = desk.here(snippet.text)
     done = subprocess.run(

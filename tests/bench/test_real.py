@@ -15,6 +15,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 LIMIT_S = 240
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("servers")
 def test_quick_run_measures_ours_and_transformers(tmp_path: Path):
     model = make_checkpoint("gemma3", tmp_path / "gemma3")

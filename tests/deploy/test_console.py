@@ -440,9 +440,14 @@ def test_every_part_is_reached_by_the_tab_key(console: Console, page: Page, stre
     assert len(reached - {None}) == wanted > 15
 
 
+SLOW = pytest.mark.slow
+
+
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [("light", 1440), ("dark", 390), pytest.param("dark", 1440, marks=SLOW), pytest.param("light", 390, marks=SLOW)],
+)
 def test_axe_finds_nothing(console: Console, browser: Browser, streams: list, scheme: Any, width: int):
     look = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme, "bypass_csp": True}
     door, page = browser.new_page(**look), browser.new_page(**look)

@@ -46,7 +46,7 @@ async def streams(engine: RunningEngine, then: Callable[[], Awaitable[None]] | N
     return await asyncio.gather(*(one(n) for n in range(6)))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 

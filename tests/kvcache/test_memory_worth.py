@@ -1,6 +1,7 @@
 """Forecasts against pools of that size, with the same requests."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,20 @@ from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.kvcache.points_check import check_tree, points_below
 
-FAMILIES = [
-    pytest.param((Full(),), id="full"),
-    pytest.param((Full(), Sliding(9)), id="windows"),
-    pytest.param((Full(), Chunked(8)), id="chunks"),
-    pytest.param((Full(), State()), id="states"),
-]
+FAMILIES = {
+    "full": (Full(),),
+    "windows": (Full(), Sliding(9)),
+    "chunks": (Full(), Chunked(8)),
+    "states": (Full(), State()),
+}
+
+
+def families(*quick: str) -> list[Any]:
+    """As parameters: tests of the others are slow."""
+    return [
+        pytest.param(reaches, id=name, marks=[] if name in quick else [pytest.mark.slow])
+        for name, reaches in FAMILIES.items()
+    ]
 
 
 def chats(seed: int, count: int = 1500) -> list[list[int]]:
@@ -56,7 +65,7 @@ def replay(reaches: tuple[Reach, ...], blocks: int, prompts: list[list[int]]) ->
     return found, worth
 
 
-@pytest.mark.parametrize("reaches", FAMILIES)
+@pytest.mark.parametrize("reaches", families("windows"))
 def test_a_forecast_is_what_a_pool_of_that_size_finds(reaches: tuple[Reach, ...]):
     prompts = chats(1)
     found, worth = replay(reaches, 401, prompts)
@@ -65,7 +74,7 @@ def test_a_forecast_is_what_a_pool_of_that_size_finds(reaches: tuple[Reach, ...]
         assert abs(forecast - really) < 0.03 * worth.asked_tokens, (scale, forecast, really)
 
 
-@pytest.mark.parametrize("reaches", FAMILIES)
+@pytest.mark.parametrize("reaches", families(*FAMILIES))
 def test_more_memory_is_never_worth_less(reaches: tuple[Reach, ...]):
     _, worth = replay(reaches, 201, chats(2))
     found = [worth.found_tokens[scale] for scale in SCALES]
@@ -93,7 +102,7 @@ def thought_bytes(pool: ThoughtPool, reaches: tuple[Reach, ...], block_bytes: in
     return blocks * block_bytes
 
 
-@pytest.mark.parametrize("reaches", FAMILIES)
+@pytest.mark.parametrize("reaches", families(*FAMILIES))
 def test_bytes_of_a_thought_pool_are_those_of_its_points_and_fit(reaches: tuple[Reach, ...]):
     _, worth = replay(reaches, 201, chats(3, 400))
     for pool in worth._pools.values():

@@ -14,9 +14,9 @@ from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.kvcache.test_memory_worth import chats
 
 FAMILIES = [
-    pytest.param((Full(),), id="full"),
+    pytest.param((Full(),), id="full", marks=pytest.mark.slow),
     pytest.param((Full(), Sliding(9)), id="windows"),
-    pytest.param((Full(), State()), id="states"),
+    pytest.param((Full(), State()), id="states", marks=pytest.mark.slow),
 ]
 
 

@@ -18,6 +18,7 @@ waits, copies, kernels.
     device.py             one device: its graph, its copies, its ledger
     ledger.py, places.py  what was counted, and where
     engines.py, run.py    an engine over it, in a process of its own
+    child.py              what asks for such runs: each is a fork of one process
     planted.py            mistakes that it must find
 
 It shows no speed, no memory, no sum in another order, and nothing of Triton's compiler.

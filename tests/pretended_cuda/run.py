@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import asyncio
+import functools
 import json
 import sys
 import tempfile
@@ -26,13 +27,14 @@ from typing import Any
 
 from intarsia.tests import models
 
+from .child import ENDED
 from .scenes import Scene, oracle, scene_of
 
 TOKENS = 6
 
 
-def main() -> int:
-    asked = _arguments()
+def main(arguments: list[str] | None = None) -> int:
+    asked = _arguments(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path = asked.model or models.make_checkpoint(asked.family, Path(folder, asked.family))
         scene = scene_of(asked.family, path, asked.prompts, asked.tokens)
@@ -50,7 +52,20 @@ def main() -> int:
     return int(not answer.get("is_right", True) or answer.get("refusal") is not None)
 
 
-def _arguments() -> argparse.Namespace:
+def runs() -> None:
+    """One for each line of standard input, a list of arguments: each a fork of this process, which has imported what
+    takes seconds."""
+    _install()
+    from . import engines, planted  # noqa: F401
+
+    for line in sys.stdin:
+        process = os.fork()
+        if process == 0:
+            _end(main(json.loads(line)))
+        print(f"{ENDED}{os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}", flush=True)
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pretended_cuda.run", description="A family on a pretended CUDA device.")
     parser.add_argument("family", choices=sorted(models.FAMILIES))
     parser.add_argument("--model", type=Path, help="its checkpoint, if there is one; then tokens are not judged")
@@ -72,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--packed-products", default="auto", help="what multiplies weights in fewer bits")
     parser.add_argument("--planted", nargs="*", help="try mistakes of planted.py, all or these, one by one")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
@@ -95,6 +110,7 @@ def _planted(scene: Scene, little_memory: str, names: list[str]) -> dict[str, An
     return try_all(scene, little_memory, names)
 
 
+@functools.cache
 def _install() -> None:
     """Modules of ours that use torch are imported after this."""
     from . import runtime
@@ -106,7 +122,13 @@ def _told(answer: dict[str, Any]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in answer.items())
 
 
-if __name__ == "__main__":
-    code = main()
+def _end(code: int) -> None:
     sys.stdout.flush()
     os._exit(code)  # torch, changed as it is, need not tidy up: once in many times it aborts there
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--runs"]:
+        runs()
+    else:
+        _end(main())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from intarsia.controller.scheduling.preparation import LEAST_TOKENS
+from intarsia.deploy.checkpoints.real_models import REAL_MODELS
 from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
@@ -112,6 +113,7 @@ def test_greedy_tokens_are_transformers_and_again_out_of_the_cache(real: Real, l
     loop.run(check_twice(real, None, FEW_LENGTHS, FEW_NEW, kv_cache_memory="128MiB"))
 
 
+@pytest.mark.parametrize("real", list(REAL_MODELS), indirect=True)
 def test_perplexity_of_a_text_is_transformers(real: Real, loop: Loop):
     loop.run(check_perplexity(real, 600))
 
@@ -243,6 +245,7 @@ def talk(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         kept = [*prompt, *answer.choices[0].token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_prepared_turn_finds_all_of_its_history(ray_cluster: None, loop: Loop, tmp_path: Path):
     """Although the tokenizer cuts answers otherwise than they were drawn."""

@@ -57,7 +57,9 @@ PLANS = [(family, strategy) for family in FAMILIES for strategy in STRATEGIES]
 PLANS.remove(("qwen4_exp_text", "layered"))  # whose states are of sizes too unequal
 
 
-@pytest.mark.parametrize("family, strategy", PLANS)
+@pytest.mark.parametrize(
+    "family, strategy", [pytest.param(*plan, marks=[] if plan[1] == "packed" else [pytest.mark.slow]) for plan in PLANS]
+)
 def test_tokens_equal_the_oracle_whatever_the_memory_plan(family: str, strategy: str, small: Callable[[str], Small]):
     model = small(family)
 

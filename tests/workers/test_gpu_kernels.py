@@ -19,7 +19,7 @@ NEW_TOKENS = 4
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma3", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4", "deepseek_v3"))]
+    ["bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gpt_oss", "llama4", "deepseek_v3"))]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "qwen3_next", "lfm2", "minimax")]
     + [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "cohere2", "olmo3", "gemma3n")],
 )

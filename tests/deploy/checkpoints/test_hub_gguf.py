@@ -135,7 +135,7 @@ def test_offline_the_command_that_brings_it_is_told(hub: Hub, monkeypatch: pytes
     assert not hub.asked
 
 
-@pytest.mark.parametrize("tensors_a_part", [0, 7])
+@pytest.mark.parametrize("tensors_a_part", [pytest.param(0, marks=pytest.mark.slow), 7])
 def test_a_file_of_the_hub_becomes_a_checkpoint(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors_a_part: int
 ):

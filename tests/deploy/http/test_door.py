@@ -301,7 +301,11 @@ def test_a_key_has_so_many_connections_and_no_other_key_is_concerned(door: Calla
 
 @pytest.mark.parametrize(
     ("path", "begun"),
-    [("/v1/completions", b'{"prompt": '), ("/tokenize", b'{"prompt": '), ("/v1/completions", b'{"no such thing": ')],
+    [
+        ("/v1/completions", b'{"prompt": '),
+        pytest.param("/tokenize", b'{"prompt": ', marks=pytest.mark.slow),
+        pytest.param("/v1/completions", b'{"no such thing": ', marks=pytest.mark.slow),
+    ],
 )
 def test_of_refused_bodies_nothing_is_kept(door: Callable[..., Door], path: str, begun: bytes):
     here = door()

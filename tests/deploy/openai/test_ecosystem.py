@@ -53,6 +53,7 @@ def test_langchain_speaks_responses_too(chat: ChatOpenAI):
     assert answer.text
 
 
+@pytest.mark.slow
 def test_guidellm_measures_every_request(api: Api, talker: Path, tmp_path: Path):
     report = tmp_path / "report.json"
     command = [

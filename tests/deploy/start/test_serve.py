@@ -76,7 +76,7 @@ def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Call
     assert server.rest() == "stopping ..."
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_requests_that_are_being_answered_end_before_the_server_does_unless_it_is_told_twice(
     signals: int, tiny: Callable
 ):

@@ -98,7 +98,11 @@ class Sight:
             assert torch.equal(out, self.together[row]), f"row {row}"
 
 
-@pytest.fixture(params=SCENES)
+TAKE_LONG = "slopes", "odd heads"
+"""Scenes whose tests are slow: what is special in them is seen with plain rows, too (test_backends.py)."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in TAKE_LONG else []) for name in SCENES])
 def sight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sight:
     cut_short(monkeypatch)
     return Sight(SCENES[request.param])

@@ -181,6 +181,7 @@ def test_rows_meet_the_weights_of_their_experts(dtype: torch.dtype):
     torch.testing.assert_close(packed.grouped_product(x, first), plain.grouped_product(x, first), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_narrower_processors_have_the_bits_of_products_with_the_numbers(capability: str):
     """In a process of its own, whose kernels are compiled for such a processor."""

@@ -68,7 +68,10 @@ def test_every_rank_s_share_has_the_numbers_of_the_twin(architecture: str, tmp_p
             torch.testing.assert_close(ours[name], numbers, rtol=near, atol=0, msg=f"{name}, rank {rank} of {size}")
 
 
-@pytest.mark.parametrize(("architecture", "tensors_a_part"), [("llama", 7), ("gemma3", 3), ("qwen35moe", 1)])
+@pytest.mark.parametrize(
+    ("architecture", "tensors_a_part"),
+    [("llama", 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gemma3", 3), ("qwen35moe", 1)))],
+)
 def test_a_split_model_has_the_numbers_of_the_twin_and_none_is_written_again(
     architecture: str, tensors_a_part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -103,7 +106,13 @@ def test_a_split_model_one_of_whose_parts_changed_is_refused(tmp_path: Path):
         Checkpoint(folder)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+NEAR_OTHERS = {"gemma2", "qwen2", "qwen2moe", "qwen35moe"}
+"""Engines of these are slow tests: their tensors are looked at above, and engines of their kind have others."""
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in NEAR_OTHERS else []) for name in KINDS]
+)
 def test_an_engine_of_every_architecture_answers_as_transformers_with_the_plain_twin(architecture: str, tmp_path: Path):
     check_answers(make_twin(architecture, tmp_path, mixed), PRODUCTS, 8)
 
