@@ -223,27 +223,32 @@ def test_a_tenant_has_so_many_in_the_background(place: Place, client: openai.Ope
     assert ended(place.client("ash"), other.id).status == "incomplete"
 
 
+def sees_nothing(other: openai.OpenAI, name: str) -> None:
+    for ask in (
+        lambda: other.responses.retrieve(name),
+        lambda: list(other.responses.retrieve(name, stream=True)),
+        lambda: list(other.responses.input_items.list(name)),
+        lambda: other.responses.cancel(name),
+        lambda: other.responses.delete(name),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        other.responses.create(model="talker", input="x", previous_response_id=name)
+
+
 def test_a_tenant_never_sees_anothers_response(place: Place):
-    mine = place.client("oak").responses.create(model="talker", input="Which wood?", **GREEDY)
-    running = place.client("oak").responses.create(model="talker", input="x", background=True, stream=True, **LONG)
+    oak, others = place.client("oak"), [place.client(key) for key in ("ash", "elm")]
+    mine = oak.responses.create(model="talker", input="Which wood?", **GREEDY)
+    for other in others:
+        sees_nothing(other, mine.id)
+    running = oak.responses.create(model="talker", input="x", background=True, stream=True, **LONG)
     name = next(iter(running)).response.id  # type: ignore[union-attr]
-    for key in ("ash", "elm"):
-        other = place.client(key)
-        for each in (mine.id, name):
-            for ask in (
-                lambda: other.responses.retrieve(each),  # noqa: B023
-                lambda: list(other.responses.retrieve(each, stream=True)),  # noqa: B023
-                lambda: list(other.responses.input_items.list(each)),  # noqa: B023
-                lambda: other.responses.cancel(each),  # noqa: B023
-                lambda: other.responses.delete(each),  # noqa: B023
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    ask()
-            with pytest.raises(openai.BadRequestError, match="not found"):
-                other.responses.create(model="talker", input="x", previous_response_id=each)
+    for other in others:
+        sees_nothing(other, name)
     running.close()
-    assert place.client("oak").responses.cancel(name).status == "cancelled"
-    assert place.client("oak").responses.retrieve(mine.id).id == mine.id
+    assert oak.responses.cancel(name).status == "cancelled"
+    assert oak.responses.retrieve(mine.id).id == mine.id
 
 
 def test_a_restart_keeps_responses_and_ends_those_that_were_made(place: Place):
