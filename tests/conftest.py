@@ -35,7 +35,7 @@ PART_OF_THE_GATE = {
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
+    """What shares a Ray or starts a server stays in one process: two Ray clusters would get into each other's way."""
     here = Path(__file__).parent
     for item in items:
         if getattr(item, "originalname", "") not in PART_OF_THE_GATE and _is_one_more(_param(item, "family")):

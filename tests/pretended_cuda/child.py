@@ -52,7 +52,7 @@ class Parent:
         return json.loads(said[-1])
 
     def end(self) -> None:
-        """It ends when it is asked for no more; a run that goes on does not."""
+        """With the run that goes on, if there is one."""
         _parent.cache_clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

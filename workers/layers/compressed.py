@@ -26,8 +26,8 @@ from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, uploa
 from ...kernels.token_choice import Asked, ChoiceBatch, Sight, gather_sight
 from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
-from .entries import Entries, EntryAttention, Make, ragged, weighed
-from .gathering import Queries, gathered_batch, places_of, queries_of_parts
+from .entries import Entries, EntryAttention, Make, weighed
+from .gathering import Queries, gathered_batch, places_of, queries_of_parts, ragged
 from .gathering_frames import FramedPart, GatheringFrame
 from .head_products import HeadProduct, head_product
 

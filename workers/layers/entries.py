@@ -23,6 +23,7 @@ from ...kvcache.spec import LayerSpec
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .attention import PagedAttention, step_masks
+from .gathering import ragged
 from .gathering_frames import GatheringFrame
 
 Make = Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]
@@ -230,12 +231,6 @@ def weighed(given_NSC: Tensor, bias_SC: Tensor, has_before_N: Tensor) -> Tensor:
     # Along the last dimension torch sums up each row in an order of its own, however many rows there are.
     values_NDS, weights_NDS = values.mT.contiguous(), weights.mT.contiguous()
     return (values_NDS * weights_NDS.softmax(dim=-1, dtype=torch.float32).to(values.dtype)).sum(dim=-1)
-
-
-def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each of so many things by its place among them, and whose it is: [2, 0, 3] -> [0, 1, 0, 1, 2], [0, 0, 2, 2, 2]"""
-    of = np.repeat(np.arange(len(counts)), counts)
-    return np.arange(len(of)) - (np.cumsum(counts) - counts)[of], of
 
 
 def of_rows(batch: GroupBatch) -> GroupBatch:

@@ -42,6 +42,12 @@ def queries_of_parts(batch: GroupBatch, gathers_R: np.ndarray, widths_R: np.ndar
             yield Queries(np.array([row]), firsts[row] + tokens, end - count + tokens)
 
 
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each of so many things by its place among them, and whose it is: [2, 0, 3] -> [0, 1, 0, 1, 2], [0, 0, 2, 2, 2]"""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return np.arange(len(of)) - (np.cumsum(counts) - counts)[of], of
+
+
 def places_of(tokens: np.ndarray, device: torch.device) -> Tensor | slice:
     """Of packed tokens, to read and write them by: a run needs no list."""
     run = slice(int(tokens[0]), int(tokens[-1]) + 1)

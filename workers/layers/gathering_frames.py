@@ -15,7 +15,7 @@ import torch
 from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta
 from ...kernels.token_choice import ChoiceBatch
 from ...kernels.transfer import Transfer
-from .gathering import GATHERED_TOKENS, gathered_batch
+from .gathering import GATHERED_TOKENS, gathered_batch, ragged
 
 Lengths = Callable[[np.ndarray], np.ndarray]
 """Positions of queries -> how many tokens each of what they gather has, int32."""
@@ -37,9 +37,8 @@ class FramedQueries:
     def refill(self, of_group: GroupBatch, transfer: Transfer) -> None:
         assert of_group.held is not None and self.whole.starts_R is not None, "frames are of tables on the device"
         starts_R = of_group.held.padded(len(of_group.kv_lens) + 1).starts
-        row_T = np.repeat(np.arange(len(of_group.kv_lens)), of_group.query_lens)
-        known_R = of_group.kv_lens.astype(np.int64) - of_group.query_lens
-        positions_T = np.arange(len(row_T)) + (known_R - of_group.first_token())[row_T]
+        in_row_T, row_T = ragged(of_group.query_lens)
+        positions_T = (of_group.kv_lens.astype(np.int64) - of_group.query_lens)[row_T] + in_row_T
         is_one_T = (positions_T + 1) % self._every == 0
         starts, positions = starts_R[row_T[is_one_T]], positions_T[is_one_T]
         more = 0, len(self.positions_N) - len(positions)

@@ -99,7 +99,7 @@ class Sight:
 
 
 TAKE_LONG = "slopes", "odd heads"
-"""Scenes whose tests are slow: what is special in them is seen with plain rows, too (test_backends.py)."""
+"""Scenes whose tests are slow."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in TAKE_LONG else []) for name in SCENES])

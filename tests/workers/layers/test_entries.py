@@ -10,7 +10,8 @@ from intarsia.kvcache.plan import PlanSettings
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.workers.checkpoint.layer_specs import Compression
 from intarsia.workers.layers.attention import step_masks
-from intarsia.workers.layers.entries import EntryAttention, ragged, weighed
+from intarsia.workers.layers.entries import EntryAttention, weighed
+from intarsia.workers.layers.gathering import ragged
 from intarsia.workers.pages import Pages
 
 CPU = torch.device("cpu")
