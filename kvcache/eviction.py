@@ -119,6 +119,10 @@ class Queue:
                 clock.now += 1
                 low[item] = clock.now
 
+    def pop_first(self) -> int:
+        """Take the next item to evict out of the queue, which is not empty."""
+        return (self._low or self._usual).popitem(last=False)[0]
+
     def discard(self, item: int) -> None:
         """Take an item out: it is used again, it is evicted, or its content is forgotten."""
         if self._usual.pop(item, None) is None:

@@ -46,8 +46,10 @@ class Known:
     def dropped(self, name: bytes) -> None:
         """One group knows it no longer."""
         self.version += 1
+        if not self.ends.concerns(name):
+            return
         self.ends.remove(name)
-        if self.ends.is_holder(name) and not any(name in index for index in self._indices):
+        if not any(name in index for index in self._indices):
             self.ends.remove_holder(name)
 
 

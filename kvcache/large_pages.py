@@ -149,12 +149,10 @@ class LargePages:
 
     def evict(self) -> None:
         """The first cached page becomes free, whichever group it belongs to."""
-        while not self._cached.num_low and self.give_up():
+        cached = self._cached
+        while not cached.num_low and self.give_up():
             pass
-        first = self._cached.first()
-        assert first is not None, "no large page is cached"
-        page = first[1]
-        self._cached.discard(page)
+        page = cached.pop_first()
         self._groups[self._owner[page]].evicted_page(page)
         self.give_back(page)
 

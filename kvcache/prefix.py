@@ -294,12 +294,13 @@ class Ends:
         assert self._tails[full][tail_tokens] >= count, "fewer prefixes end there than are cached"
         self._drop_tail(full, tail_tokens)
 
-    def is_holder(self, name: bytes) -> bool:
-        return name in self._held
+    def concerns(self, name: bytes) -> bool:
+        """Is it the name of an end, or of a block that holds one?"""
+        return name in self._of or name in self._held
 
     def remove_holder(self, name: bytes) -> None:
-        """No group has a block of that name any more."""
-        for end in self._held.pop(name):
+        """No group has a block of that name any more. Any other name is ignored."""
+        for end in self._held.pop(name, ()):
             full, tail_tokens, holders = self._within[end]
             del holders[name]
             if not holders:

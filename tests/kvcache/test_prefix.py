@@ -88,6 +88,6 @@ def test_an_end_is_held_by_blocks_that_go_on_beyond_it_until_the_last_of_them_is
     assert ends.holder(b"end", set()) is ends.holder(None, {b"one"}) is None
     ends.remove_holder(b"one")
     assert ends.holder(b"end", {b"one", b"other"}) == b"other"
-    assert (ends.is_holder(b"one"), ends.is_holder(b"other")) == (False, True)
+    assert (ends.concerns(b"one"), ends.concerns(b"other")) == (False, True)
     ends.remove_holder(b"other")
     assert (b"end" in ends, ends.after(b"full"), len(ends)) == (False, None, 0)
