@@ -34,11 +34,13 @@ VOCAB = 320
 SPREAD = 0.06
 """Root mean square of a weight's numbers."""
 
-FACTORS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block of 256 has float16 numbers: that of its scales, and that of its leasts. The library writes no such
-blocks, so they are drawn at random."""
+FACTORS = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where a block has float16 numbers: that of its scales, and that of its leasts. The library writes no such blocks, so
+they are drawn at random."""
 
-MIDDLE = {"Q2_K": 1.5, "Q3_K": 0.0, "Q4_K": 7.5, "Q5_K": 15.5, "Q6_K": 0.0}
+MIDDLE = {"Q2_K": 1.5, "Q3_K": 0.0, "Q4_K": 7.5, "Q5_K": 15.5, "Q6_K": 0.0, "IQ4_NL": 0.0, "IQ4_XS": 0.0}
 """Of the codes. So many times a scale is a least, for numbers around zero."""
 
 Turn = Callable[[Any, str, np.ndarray], np.ndarray]
@@ -149,7 +151,7 @@ def dequantised(folder: Path, target: Path, dtype: torch.dtype) -> Path:
 
 
 def packed(numbers: np.ndarray, format: str, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """What the file has, and the numbers that it stands for. Those of blocks of 256 are others than were given."""
+    """What the file has, and the numbers that it stands for. Those of `FACTORS` are others than were given."""
     kind = gguf.GGMLQuantizationType[format]
     if format not in FACTORS:
         data = gguf.quants.quantize(numbers, kind)

@@ -22,7 +22,7 @@ NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
 """Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
 
 
-EXPANDED_BY_TRITON = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1"})
+EXPANDED_BY_TRITON = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS"})
 """Kinds of GGUF files whose blocks have scales or leasts that the kernels for GPUs do not take."""
 
 

@@ -101,6 +101,8 @@ RECIPES: Mapping[str, Recipe | Mix] = MappingProxyType(
         "q5_0": _mix("Q5_0"),
         "q4_k_m": _mix("Q4_K", "Q6_K", small="Q5_0"),
         "q4_1": _mix("Q4_1"),
+        "iq4_nl": _mix("IQ4_NL"),
+        "iq4_xs": _mix("IQ4_XS", small="IQ4_NL"),
         "q4_0": _mix("Q4_0"),
     }
 )

@@ -29,6 +29,7 @@ class CodeKind(IntEnum):
     INT6 = 6  # from 0 to 63
     INT2 = 7  # from 0 to 3
     INT3 = 8  # from 0 to 7: two bits as INT2 has them, and one in a plane of its own
+    IQ4 = 9  # one of `IQ4_VALUES`
 
     @property
     def low_bits(self) -> int:
@@ -49,6 +50,9 @@ class CodeKind(IntEnum):
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of e2m1, by its lowest three bits. The fourth is the sign."""
+
+IQ4_VALUES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+"""Of GGUF's IQ4_NL and IQ4_XS, by four bits: closer together where weights are many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,8 +133,8 @@ class Codes:
 
     def _opened(self) -> Tensor:
         """float32 [..,N,K]"""
-        if self.kind is CodeKind.E2M1:
-            return table_of_pairs().to(self.codes.device)[self.codes.int()].flatten(-2)
+        if self.kind in (CodeKind.E2M1, CodeKind.IQ4):
+            return _table_of_pairs(self.kind).to(self.codes.device)[self.codes.int()].flatten(-2)
         if self.kind.low_bits < 8:
             return self._whole_codes().float()
         if self.kind is CodeKind.INT8:
@@ -331,9 +335,10 @@ def floats(stored: Tensor) -> Tensor:
 
 
 @functools.cache
-def table_of_pairs() -> Tensor:
-    """Byte -> its two numbers of e2m1, the low one first. [256, 2]"""
-    values = torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)])
+def _table_of_pairs(kind: CodeKind) -> Tensor:
+    """Byte -> its two numbers, the low one first. float32 [256, 2]"""
+    signed = [*FP4_VALUES, *(-v for v in FP4_VALUES)]
+    values = torch.tensor(signed if kind is CodeKind.E2M1 else IQ4_VALUES, dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
 

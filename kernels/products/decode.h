@@ -20,7 +20,7 @@
 
 namespace {
 
-enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8 };
+enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8, IQ4 = 9 };
 enum ScaleKind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3, POWER = 4, WHOLE = 5 };
 
 struct Codes {
@@ -47,7 +47,9 @@ inline int scale_bytes(int kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16
 // Bits of each code that lie in `high`.
 constexpr int high_bits(int kind) { return kind == INT3 || kind == INT5 ? 1 : kind == INT6 ? 2 : 0; }
 constexpr bool is_of_two_bits(int kind) { return kind == INT2 || kind == INT3; }
-constexpr bool is_of_four_bits(int kind) { return kind == INT4 || kind == E2M1 || kind == INT5 || kind == INT6; }
+// Whether four bits stand for a number of a table.
+constexpr bool is_of_a_table(int kind) { return kind == E2M1 || kind == IQ4; }
+constexpr bool is_of_four_bits(int kind) { return kind == INT4 || is_of_a_table(kind) || kind == INT5 || kind == INT6; }
 
 inline float float_of(uint32_t bits) {
     float value;
@@ -67,6 +69,7 @@ inline float e4m3(uint8_t code) {  // in units of 256
 }
 
 constexpr float E2M1_VALUES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr float INT4_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <bool IS_SIGNED = false>
@@ -123,8 +126,8 @@ inline Lanes byte_numbers(const uint8_t* at) {
 // Of four bits. Without a table of sixteen in one instruction it is quicker to convert what is no float.
 template <int KIND>
 inline Lanes small_numbers(Ints code) {
-    if (KIND != E2M1 && WIDTH < 16) return floats_of(code & 15);
-    return looked_up(KIND == E2M1 ? E2M1_VALUES : INT4_VALUES, code);
+    if (!is_of_a_table(KIND) && WIDTH < 16) return floats_of(code & 15);
+    return looked_up(KIND == E2M1 ? E2M1_VALUES : KIND == IQ4 ? IQ4_VALUES : INT4_VALUES, code);
 }
 
 // Numbers of codes for the lanes of one vector, of an even column and the odd one after it. Those of E4M3 are in units of 256.
@@ -299,6 +302,7 @@ void decode(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t 
         case INT6: return decode_kind<T, INT6>(a, pairs, panel, from, to, words);
         case INT2: return decode_kind<T, INT2>(a, pairs, panel, from, to, words);
         case INT3: return decode_kind<T, INT3>(a, pairs, panel, from, to, words);
+        case IQ4: return decode_kind<T, IQ4>(a, pairs, panel, from, to, words);
         default: return decode_kind<T, UINT8>(a, pairs, panel, from, to, words);
     }
 }

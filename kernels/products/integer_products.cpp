@@ -34,9 +34,13 @@ void with_code_kind(int kind, Function what) {
         case INT6: return what(std::integral_constant<int, INT6>());
         case INT2: return what(std::integral_constant<int, INT2>());
         case INT3: return what(std::integral_constant<int, INT3>());
+        case IQ4: return what(std::integral_constant<int, IQ4>());
         default: return what(std::integral_constant<int, UINT8>());
     }
 }
+
+// With which numbers of that kind have no signs.
+constexpr int added_to_all(int kind) { return kind == INT8 || kind == IQ4 ? 128 : kind == E2M1 ? E2M1_LESS : 0; }
 
 // What one weight's panels have in common.
 struct Weight {
@@ -44,19 +48,20 @@ struct Weight {
     int64_t blocks;   // of a panel, the last one filled up
     int run_columns;  // 16 where groups have no more, or begin there
     int64_t runs;     // of a panel, those that only fill it up left out
-    bool is_of_8_bits;
-    int less;  // what is subtracted from all codes, as they lie
+    bool is_of_8_bits;  // in memory
+    bool is_wide;       // opened, its codes take all eight bits
+    int less;           // what is subtracted from all codes, once they are opened
 
     explicit Weight(const Product& a)
         : codes(a.codes), blocks((a.depth + BLOCK - 1) / BLOCK),
           run_columns(a.codes.columns % BLOCK || a.codes.offset % BLOCK ? BLOCK / 2 : BLOCK),
           runs((a.depth + run_columns - 1) / run_columns),
-          is_of_8_bits(low_bits(a.codes.code_kind) == 8),
-          less(int(a.codes.middle) + (a.codes.code_kind == INT8 ? 128 : a.codes.code_kind == E2M1 ? E2M1_LESS : 0)) {}
+          is_of_8_bits(low_bits(a.codes.code_kind) == 8), is_wide(is_of_8_bits || a.codes.code_kind == IQ4),
+          less(int(a.codes.middle) + added_to_all(a.codes.code_kind)) {}
 
     int runs_of_block() const { return BLOCK / run_columns; }
     // As they are multiplied.
-    int subtracted() const { return less - (is_of_8_bits ? LESS_OF_8_BITS : 0); }
+    int subtracted() const { return less - (is_wide ? LESS_OF_8_BITS : 0); }
 };
 
 // Where a thread opens codes, and keeps sums.
@@ -141,7 +146,7 @@ void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work
             }
 #endif
             const uint8_t* ahead = is_read ? part.opened + part.runs * weight.run_columns / 4 * QUAD_BYTES : nullptr;
-            some_rows(here, weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums, ahead);
+            some_rows(here, weight.run_columns, weight.is_wide, part, x, first + begin, sums, ahead);
         }
     }
     if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);

@@ -114,10 +114,10 @@ void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, con
 }
 
 // ahead: where memory is fetched in a line; null: it is not
-void some_rows(int rows, int run_columns, bool is_of_8_bits, const Part& part, const Inputs& x, int64_t row,
+void some_rows(int rows, int run_columns, bool is_wide, const Part& part, const Inputs& x, int64_t row,
                const Sums& sums, const uint8_t* ahead) {
     constexpr bool HAS_SIGNED = !HAS_FOURS;
-    if (HAS_SIGNED && is_of_8_bits) {
+    if (HAS_SIGNED && is_wide) {
         if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead);
         return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead);
     }
@@ -127,7 +127,7 @@ void some_rows(int rows, int run_columns, bool is_of_8_bits, const Part& part, c
 
 constexpr int LEAST_TILE_ROWS = 12;  // fewer are as fast in vectors
 
-// Codes of eight bits lie without signs where the processor has fours.
+// Codes of all eight bits are without signs where the processor has fours.
 inline bool in_tiles(int64_t rows) { return HAS_BYTE_TILES && HAS_FOURS && rows >= LEAST_TILE_ROWS && may_use_tiles(); }
 
 #if HAS_BYTE_TILES

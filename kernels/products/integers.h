@@ -42,11 +42,11 @@ constexpr bool HAS_FOURS = true;
 constexpr char INTEGERS_NAME[] = "plain";
 #endif
 
-// What is subtracted from codes of eight bits before they are multiplied, as bytes with signs.
+// What is subtracted from codes of all eight bits before they are multiplied, as bytes with signs.
 constexpr int LESS_OF_8_BITS = HAS_FOURS ? 0 : 128;
 
 // sum + codes * inputs, of the four bytes of each lane. Inputs have signs; -128 is none of them unless it counts for
-// nothing. IS_SIGNED: codes are those of eight bits less 128; else they are below 64, or HAS_FOURS.
+// nothing. IS_SIGNED: codes are those of all eight bits less 128; else they are below 64, or HAS_FOURS.
 template <bool IS_SIGNED>
 inline Ints add_products(Ints sum, Words codes, Words inputs) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -97,17 +97,20 @@ constexpr int low_bits(int kind) { return is_of_two_bits(kind) ? 2 : is_of_four_
 constexpr uint8_t E2M1_BYTES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr int E2M1_LESS = 12;
 
-// Four bits of each byte as those numbers.
-inline Bytes looked_up_bytes(Bytes code) {
+// The numbers of IQ4, and 128 more, as codes of eight bits have it.
+constexpr uint8_t IQ4_BYTES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// Four bits of each byte as the numbers of a table.
+inline Bytes looked_up_bytes(const uint8_t* numbers, Bytes code) {
 #if defined(__AVX512BW__)
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_BYTES));
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)code);
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_BYTES));
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)code);
 #else
     Bytes found;
-    for (int n = 0; n < 4 * WIDTH; n++) found[n] = E2M1_BYTES[code[n]];
+    for (int n = 0; n < 4 * WIDTH; n++) found[n] = numbers[code[n]];
     return found;
 #endif
 }
@@ -139,7 +142,7 @@ void open_blocks(const Codes& a, int64_t blocks, int64_t panel, int64_t from, in
         for (int quad = 0; quad < BLOCK_QUADS; quad++, opened += QUAD_BYTES)
             for (int v = 0; v < 64 / WIDTH; v++) {
                 Bytes code = bits_of<LOW, 0>(low_at + quad / LOW_QUADS * QUAD_BYTES, quad % LOW_QUADS, v);
-                if constexpr (KIND == E2M1) code = looked_up_bytes(code);
+                if constexpr (is_of_a_table(KIND)) code = looked_up_bytes(KIND == E2M1 ? E2M1_BYTES : IQ4_BYTES, code);
                 if constexpr (HIGH > 0)
                     code |= bits_of<HIGH, LOW>(high_at + quad / HIGH_QUADS * QUAD_BYTES, quad % HIGH_QUADS, v);
                 store_bytes(code, opened + v * 4 * WIDTH);

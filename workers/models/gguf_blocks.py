@@ -62,6 +62,10 @@ def _q8_0(blocks: Tensor) -> Codes:
     return Codes(CodeKind.INT8, blocks[..., 2:].flatten(1), _float16(blocks[..., :2]).flatten(1), 32)
 
 
+def _iq4_nl(blocks: Tensor) -> Codes:
+    return _of_32(CodeKind.IQ4, blocks[..., :2], _halves(blocks[..., 2:]))
+
+
 def _mxfp4(blocks: Tensor) -> Codes:
     codes, _ = in_fewer_bits(CodeKind.E2M1, _halves(blocks[..., 1:]).flatten(1))
     return Codes(CodeKind.E2M1, codes, blocks[..., 0].contiguous(), 32)
@@ -128,6 +132,15 @@ def _q3_k(blocks: Tensor) -> Codes:
     return Codes(CodeKind.INT3, packed, scale, 16, middle=4, high=high, block_scale=factor, block_groups=16)
 
 
+def _iq4_xs(blocks: Tensor) -> Codes:
+    """Eight scales of six bits: two high bits of each come first, then their low ones."""
+    codes = _halves(blocks[..., 8:].unflatten(-1, (-1, 16))).flatten(1)
+    scale = _planes(blocks[..., 2:4], 1, 2) << 4 | _planes(blocks[..., 4:8], 1, 4)
+    scale, factor = scale.flatten(1).view(torch.int8) - 32, _float16(blocks[..., :2]).flatten(1)
+    packed, _ = in_fewer_bits(CodeKind.IQ4, codes)
+    return Codes(CodeKind.IQ4, packed, scale, 32, block_scale=factor, block_groups=8)
+
+
 def _with_leasts(kind: CodeKind, blocks: Tensor, codes: Tensor) -> Codes:
     """The factors of scales and of leasts come first, then eight of each in six bits."""
     packed, high = in_fewer_bits(kind, codes.flatten(1))
@@ -170,6 +183,8 @@ BLOCK_FORMATS = {
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "IQ4_XS": BlockFormat(256, 136, _iq4_xs),
     "MXFP4": BlockFormat(32, 17, _mxfp4),
 }
 """By the names that the format has for them."""

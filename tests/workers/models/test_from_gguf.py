@@ -23,7 +23,7 @@ from intarsia.workers.models.from_gguf import gguf_sources
 from intarsia.workers.models.gguf_blocks import BLOCK_FORMATS
 
 K_MIX = {
-    "attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_gate": "Q4_K", "ffn_up": "Q3_K",
+    "attn_q": "Q4_K", "attn_k": "IQ4_XS", "attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_gate": "Q4_K", "ffn_up": "Q3_K",
     "ffn_down": "Q2_K", "token_embd": "Q6_K", "output": "Q5_K", "attn_qkv": "Q4_K", "ssm_out": "Q6_K",
 }  # fmt: skip
 """By the last part of a tensor's name, as files of several kinds have it; Q4_1 for others."""

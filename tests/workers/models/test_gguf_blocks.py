@@ -14,7 +14,7 @@ from intarsia.workers.models.gguf_blocks import BLOCK_FORMATS, codes_of_blocks
 ROWS, BLOCKS_OF_256 = 70, 3
 FACTORS = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": (),
+    "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
 }  # fmt: skip
 """Where a block has float16 numbers, which must be finite."""
 
