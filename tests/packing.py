@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from intarsia.workers.models.families import EXPERTS_ONE_BY_ONE
+
 Tensors = dict[str, Tensor]
 """By what stands behind the module's name."""
 
@@ -48,7 +50,9 @@ def make_twins(source: Path, folder: Path, format: Format, only: Callable[[str],
     """Writes folder/packed and folder/plain of a checkpoint. Returns the folder."""
     for kind in ("packed", "plain"):
         shutil.copytree(source, folder / kind, dirs_exist_ok=True)
-    plain = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    config = json.loads((source / "config.json").read_text())
+    whole = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    plain = one_by_one(whole, config)
     packed = dict(plain)
     count = 0
     for name, weight in list(plain.items()):
@@ -62,11 +66,44 @@ def make_twins(source: Path, folder: Path, format: Format, only: Callable[[str],
         packed |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
         count += 1
     assert count, "nothing was packed"
-    for kind, tensors in (("packed", packed), ("plain", plain)):
+    for kind, tensors in (("packed", packed), ("plain", together(plain, whole, config))):
         save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": dict(format.config)}
-    (folder / "packed" / "config.json").write_text(json.dumps(config))
+    (folder / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": dict(format.config)}))
     return folder
+
+
+def one_by_one(plain: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Experts that the family holds in one tensor, as tools store them."""
+    turned = EXPERTS_ONE_BY_ONE.get(config["model_type"])
+    if turned is None:
+        return dict(plain)
+    apart: Tensors = {}
+    for name, tensor in plain.items():
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            apart[name] = tensor
+            continue
+        module, _, last = name.rpartition(".")
+        for n, expert in enumerate(tensor.transpose(1, 2) if turned else tensor):
+            gate_and_up = zip(("gate_proj", "up_proj"), expert.chunk(2))
+            parts = gate_and_up if last == "gate_up_proj" else [("down_proj", expert)]
+            apart |= {f"{module}.{n}.{part}.weight": weight.contiguous() for part, weight in parts}
+    return apart
+
+
+def together(apart: Tensors, plain: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """What `one_by_one` took apart. plain: names and shapes of the whole ones"""
+    turned = EXPERTS_ONE_BY_ONE.get(config["model_type"])
+    whole: Tensors = {}
+    for name, like in plain.items():
+        if name in apart:
+            whole[name] = apart[name]
+            continue
+        module, _, last = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        experts = [torch.cat([apart[f"{module}.{n}.{part}.weight"] for part in parts]) for n in range(len(like))]
+        stacked = torch.stack(experts)
+        whole[name] = (stacked.transpose(1, 2) if turned else stacked).contiguous()
+    return whole
 
 
 def share(path: Path, rank: int, size: int) -> Mapping[str, Tensor]:

@@ -27,7 +27,7 @@ CASES = [
     *(pytest.param("qwen3", name, marks=() if name == "w4a16-zero-points" else SLOW) for name in FORMATS),
     *(
         pytest.param(family, name, marks=SLOW)
-        for family in ("gpt_oss", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "granite4", "jamba")
+        for family in ("gpt_oss", "qwen3_5_moe", "nemotron_h", "deepseek_v3", "granite4", "jamba", "llama4")
         for name in ("mxfp4", "fp8-blocks")
     ),
 ]

@@ -172,10 +172,15 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
     """Inputs, not outputs, are multiplied by their share. transformers computes all experts of every token, and those
     that were not chosen with inputs of zero; ours computes the chosen ones."""
     experts, router = module.experts, module.router
-    if experts.down_proj.dtype not in ways.products.linear.dtypes:
+    kept = vars(experts).get("kept", {})
+    if "down_proj" not in kept and experts.down_proj.dtype not in ways.products.linear.dtypes:
         return
-    names = ("gate_up_proj", "down_proj")
-    up, down = (ways.products.weights(experts._parameters.pop(name).detach().mT) for name in names)
+    up, down = (
+        kept.pop(name).weights(None)
+        if name in kept
+        else ways.products.weights(experts._parameters.pop(name).detach().mT)
+        for name in ("gate_up_proj", "down_proj")
+    )
     scores_of = ways.products.linear.take_over(router) if ways.is_one_order else partial(nn.Linear.forward, router)
     tokenwise = ways.tokenwise
     gating = Gating(ACTIVATIONS[type(experts.act_fn).__name__])

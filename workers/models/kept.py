@@ -1,9 +1,9 @@
 """Weights that stay in the bits in which their files have them, and what multiplies with them.
 
 One way is chosen for all layers, like an attention backend; beside it, products in whole numbers for weights whose
-format rounds inputs, or for all that they take. What it cannot keep (a slice that begins within a byte, experts of a
-form of their own) is expanded when it is loaded. An embedding looks its rows up in the output's weight where the two
-share one, else in a weight of its own that is packed alike.
+format rounds inputs, or for all that they take. What it cannot keep (a slice that begins within a byte) is expanded
+when it is loaded. An embedding looks its rows up in the output's weight where the two share one, else in a weight of
+its own that is packed alike.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from ...kernels.products import (
 from ...proto.worker import ModelSettings
 from ..cpu.linear import codes_linears, only_looks_up, take_embedding
 from ..tensor_parallel import Slice
-from .weight_map import Source, all_of
+from .weight_map import Source, all_of, dim_of_rows
 
 NATIVE = {"cpu": "cpu", "cuda": "triton"}
 """What multiplies on a device; by its type."""
@@ -142,7 +142,8 @@ def kept_bytes(module: nn.Module) -> int:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+    is_switched = hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+    return is_switched or type(module).__name__ == "Llama4TextExperts"
 
 
 def _kept(module: nn.Module) -> Iterator[Codes]:
@@ -157,6 +158,6 @@ def _codes(source: Source, part: Slice | None) -> Codes | None:
     ranges = [(start, stop) for start, stop in part.ranges if start < stop]
     if not ranges or ranges[-1][1] > source.shape[part.dim]:
         return None
-    if len(ranges) > 1 and part.dim != len(source.shape) - 2:  # side by side are rows, not columns
+    if len(ranges) > 1 and part.dim != dim_of_rows(source):  # columns cannot be put side by side
         return None
     return all_of([source.codes(part.dim, start, stop) for start, stop in ranges], side_by_side)

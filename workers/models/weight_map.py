@@ -328,6 +328,11 @@ class Mxfp4:
         return codes, first * 32 if dim == 1 else first
 
 
+def dim_of_rows(source: Source) -> int:
+    """Along which of its dimensions the outputs of a weight lie."""
+    return len(source.shape) - (1 if isinstance(source, Turned | Mxfp4) else 2)
+
+
 def _origin_of_several(parts: Sequence[Source]) -> str:
     return f"{parts[0].origin}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 

@@ -340,42 +340,11 @@ RELEASES: dict[str, Release] = {
 # -- a release from a tiny checkpoint ----------------------------------------------------------------------------------
 
 
-def one_by_one(plain: Tensors, family: str) -> Tensors:
-    """Experts that the family holds in one tensor, as tools store them."""
-    if family not in ("gemma4", "llama4"):
-        return dict(plain)
-    apart: Tensors = {}
-    for name, tensor in plain.items():
-        if not re.search(r"experts\.(gate_up|down)_proj$", name):
-            apart[name] = tensor
-            continue
-        module, _, last = name.rpartition(".")
-        for n, expert in enumerate(tensor.transpose(1, 2) if family == "llama4" else tensor):
-            gate_and_up = zip(("gate_proj", "up_proj"), expert.chunk(2))
-            parts = gate_and_up if last == "gate_up_proj" else [("down_proj", expert)]
-            apart |= {f"{module}.{n}.{part}.weight": weight.contiguous() for part, weight in parts}
-    return apart
-
-
-def together(apart: Tensors, plain: Tensors, family: str) -> Tensors:
-    """What `one_by_one` took apart."""
-    whole: Tensors = {}
-    for name, like in plain.items():
-        if name in apart:
-            whole[name] = apart[name]
-            continue
-        module, _, last = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-        experts = [torch.cat([apart[f"{module}.{n}.{part}.weight"] for part in parts]) for n in range(len(like))]
-        stacked = torch.stack(experts)
-        whole[name] = (stacked.transpose(1, 2) if family == "llama4" else stacked).contiguous()
-    return whole
-
-
 def write(release: Release, source: Path, folder: Path) -> tuple[Path, Path]:
     """Folders of the release and of its plain twin."""
     plain = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
-    apart = one_by_one(plain, release.family)
+    config = json.loads((source / "config.json").read_text())
+    apart = packing.one_by_one(plain, config)
     stored: Tensors = dict(release.more)
     count = 0
     for name, tensor in list(apart.items()):
@@ -392,8 +361,7 @@ def write(release: Release, source: Path, folder: Path) -> tuple[Path, Path]:
         stored |= {f"{module}{suffix}": each.contiguous() for suffix, each in tensors.items()}
         count += 1
     assert count, "nothing was packed"
-    config = json.loads((source / "config.json").read_text())
-    for path, tensors in ((folder / "packed", stored), (folder / "plain", together(apart, plain, release.family))):
+    for path, tensors in ((folder / "packed", stored), (folder / "plain", packing.together(apart, plain, config))):
         path.mkdir()
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(config))

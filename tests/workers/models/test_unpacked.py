@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from intarsia.kernels.products import CodesLinear, IntegerCodesLinear, NativeCodesLinear
 from intarsia.proto.request import SamplingParams
@@ -23,7 +23,7 @@ from intarsia.workers.models.unpacked import Unpacked
 from intarsia.workers.tensor_parallel import TensorParallel
 
 EVERY_FORMAT = {**FORMATS, **RARE_FORMATS}
-FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"
+FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3", "llama4"
 
 
 def weight_of(
@@ -93,9 +93,7 @@ def test_slices_of_a_rare_format_are_kept_in_its_bits(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("products", ["cpu", "reference"])
 @pytest.mark.parametrize("name", ["fp8-blocks", "w4a16-zero-points", "nvfp4"])
-@pytest.mark.parametrize(
-    "family", ["gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_with_packed_weights_answer_as_transformers_with_the_plain_twin(
     family: str, name: str, products: str, tiny: Callable, tmp_path: Path
 ):
@@ -103,6 +101,24 @@ def test_families_with_packed_weights_answer_as_transformers_with_the_plain_twin
     folder = make_twins(source.path, tmp_path, FORMATS[name])
     expected = [models.greedy(models.load_oracle(folder / "plain", ()), prompt, 8) for prompt in source.prompts]
     assert asyncio.run(answers(folder / "packed", source.prompts, 8, packed_products=products)) == expected
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "llama4"])
+def test_experts_stay_packed(family: str, rank: int, size: int, tiny: Callable, tmp_path: Path):
+    folder = make_twins(tiny(family).path, tmp_path, FORMATS["w4a16"])
+    experts = sum(
+        each.nbytes for name, each in load_file(folder / "plain/model.safetensors").items() if "experts." in name
+    )
+    kept, expanded = (
+        load_model(
+            ModelSettings(str(folder / "packed"), dtype="float32", packed_products=products),
+            TensorParallel(rank, size),
+            torch.device("cpu"),
+        ).facts.weight_bytes
+        for products in ("reference", "expanded")
+    )
+    assert kept < expanded - 0.8 * experts / size
 
 
 async def answers(path: Path, prompts: list[list[int]], tokens: int = 12, **settings: Any) -> list[list[int]]:

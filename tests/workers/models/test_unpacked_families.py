@@ -10,7 +10,7 @@ from intarsia.tests.packing import FORMATS, RARE_FORMATS, make_twins, share
 
 FAMILIES = (
     "llama", "gemma3", "gpt_oss", "qwen3_5", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3",
-    "lfm2_moe",
+    "lfm2_moe", "llama4",
 )  # fmt: skip
 USUAL = "fp8-blocks", "awq"
 RANKS = (0, 1), (0, 2), (1, 2), (0, 4), (3, 4)

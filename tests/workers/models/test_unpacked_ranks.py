@@ -16,6 +16,7 @@ from intarsia.tests.packing import FORMATS, make_twins
 
 FAMILIES = (
     "llama", "gemma3", "gpt_oss", "qwen3_5", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3",
+    "llama4",
 )  # fmt: skip
 WITH_TWO_STATE_HEADS = "qwen3_5", "qwen3_5_moe"
 """Tiny models whose states four ranks cannot part."""
@@ -25,7 +26,7 @@ TOKENS = 8
 
 USUAL = (
     ("llama", "awq"), ("gpt_oss", "mxfp4"), ("phi3", "fp8-rows"), ("qwen3_5_moe", "fp8-blocks"),
-    ("nemotron_h", "nvfp4"),
+    ("nemotron_h", "nvfp4"), ("llama4", "w4a16"),
 )  # fmt: skip
 """Family and format of tests that are not slow, on two ranks."""
 
