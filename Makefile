@@ -15,7 +15,7 @@ demo: $(READY)
 	@MODEL="$(MODEL)" $(BIN)/intarsia demo
 
 # Two processes: one for all that shares a Ray or starts a server, one for the rest (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
 
 test: $(READY)
 	@$(PYTEST) -m "not slow"

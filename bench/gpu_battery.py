@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    # Nobody need have installed the package: a folder with a link by its name is where it is found.
+    # The package need not be installed: a folder with a link by its name is where it is found.
     with tempfile.TemporaryDirectory(prefix="gpu-battery-") as site:
         Path(site, "intarsia").symlink_to(ROOT, target_is_directory=True)
         sys.path[0] = site  # in place of the folder of this file, whose names would hide others

@@ -161,7 +161,7 @@ class InferenceServicer:
 
     def WatchCacheEvents(self, request, context):
         """What becomes known in the prefix cache and what is known no longer, as it happens. All that is known already comes
-        first, after a `cleared`. Whoever reads too slowly is told so with RESOURCE_EXHAUSTED, and begins anew.
+        first, after a `cleared`. A client that reads too slowly is told so with RESOURCE_EXHAUSTED, and begins anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,8 +1,8 @@
 """Block tables that stay on a device from step to step, and take what changes.
 
 The host has the block tables of all slots, one table for each group of layers. They lie in one array. A device has a
-copy of it. Whoever writes to the array notes the range. The next upload carries the numbers of these ranges alone. So a
-step in which no request gets a block carries none.
+copy of it. Code that writes to the array notes the range. The next upload carries the numbers of these ranges alone. So
+a step in which no request gets a block carries none.
 
     numbers    [group 0: slot 0 | slot 1 | .. | spare] [group 1: slot 0 | slot 1 | .. | spare]
     a step     its rows are of slots 3 and 0, so their tables begin at numbers 3 * width and 0

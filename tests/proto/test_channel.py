@@ -337,7 +337,7 @@ def test_strangers_of_a_server_are_counted_and_have_little_time(monkeypatch: pyt
                 await asyncio.sleep(0.3)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(dripping.read(1), 0.01)
-        assert time.monotonic() - begun_s < 10, "a byte now and then keeps nobody in"
+        assert time.monotonic() - begun_s < 10, "a byte now and then does not keep a stranger in"
         await asyncio.gather(*(asyncio.wait_for(reader.read(), 10) for reader, _ in strangers))
         await stream.close()
         await server.close()

@@ -497,12 +497,12 @@ def test_random_changes_end_in_a_model_or_a_typed_error(family: str, family_dir:
         file = path / ("config.json", SINGLE, INDEX, "config.json")[what]
         before = file.read_bytes() if file.exists() else None
         file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] if what == 1 else text)
-        started = time.monotonic()
+        began_s = time.process_time()
         try:
             Checkpoint(path)
         except ModelError as error:
             refusals += 1
             assert len(str(error)) < SAID_CHARS + 2 * len(str(path))
-        assert time.monotonic() - started < 10
+        assert time.process_time() - began_s < 10
         file.unlink() if before is None else file.write_bytes(before)
     assert refusals > 100

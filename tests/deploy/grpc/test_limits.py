@@ -146,11 +146,11 @@ def test_numbers_that_are_not_packed_are_counted_too(serve: Serve):
 def test_a_batch_of_many_is_refused_before_it_is_parsed(serve: Serve):
     here = serve(DONE)
     one = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1])).SerializeToString()
-    started = time.monotonic()
+    began_s = time.process_time()  # the server is in this process
     failed = raw(here.address, "GenerateBatch", (b"\x0a" + bytes((len(one),)) + one) * 200_000)
     assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "at most 2048 are taken" in str(failed.details())
-    assert time.monotonic() - started < 5
+    assert time.process_time() - began_s < 5
     assert here.engine.asked == []
 
 

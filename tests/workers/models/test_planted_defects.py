@@ -498,7 +498,7 @@ def test_any_damage_is_a_typed_error_or_a_model(good: Callable[[str], Path], tmp
         tensors = load_file(path / FILE)
         what = f"{format}: {at_random(tensors, draw)}"
         save_file(tensors, path / FILE, metadata={"format": "pt"})
-        began = time.perf_counter()
+        began_s = time.process_time()
         try:
             share(path, *draw.choice([(0, 1), (1, 2)]))
         except (CorruptCheckpoint, UnsupportedModel) as error:
@@ -506,7 +506,7 @@ def test_any_damage_is_a_typed_error_or_a_model(good: Callable[[str], Path], tmp
             refused += 1
         except Exception as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-        assert time.perf_counter() - began < 20, what
+        assert time.process_time() - began_s < 20, what
         shutil.rmtree(path)
     assert refused > 20
 

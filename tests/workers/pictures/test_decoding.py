@@ -161,9 +161,9 @@ def test_exif_that_names_the_same_bytes_over_and_over_costs_nothing(kind: str):
         data = whole[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + whole[2:]
     else:
         data = saved(gradient(20, 20), kind, exif=exif)
-    started = time.monotonic()
+    began_s = time.process_time()
     assert decode(data).size == (20, 20)
-    assert time.monotonic() - started < PATIENCE_S
+    assert time.process_time() - began_s < PATIENCE_S
 
 
 def test_more_pixels_than_allowed_are_refused_by_the_header():

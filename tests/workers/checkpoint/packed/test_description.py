@@ -300,7 +300,7 @@ def test_any_description_is_read_or_a_typed_error(tmp_path: Path):
             found = {**found, "quant_method": draw.choice(METHODS)}
         place = draw.choice(places[:3])
         config = {place: found if place != "text_config" else draw.choice([found, {"quantization_config": found}])}
-        began = time.perf_counter()
+        began_s = time.process_time()
         try:
             description = read_description(tmp_path, config)
             if description is not None:
@@ -310,7 +310,7 @@ def test_any_description_is_read_or_a_typed_error(tmp_path: Path):
                 read += 1
         except (CorruptCheckpoint, UnsupportedModel) as error:
             assert len(str(error)) < 700 and "\n" not in str(error), str(error)
-        assert time.perf_counter() - began < 10, quote(found)
+        assert time.process_time() - began_s < 10, quote(found)
     assert read > 100
 
 
