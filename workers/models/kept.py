@@ -78,7 +78,7 @@ class Keeper:
         embeddings = [owner for owner in owners if only_looks_up(owner)]
         is_read = name == "weight" and len(linears) <= 1 and len(linears) + len(embeddings) == len(owners)
         is_read = is_read and (not embeddings or self.kind.has_neighbours)
-        is_of_experts = len(owners) == 1 and _has_experts(owners[0]) and name in EXPERTS
+        is_of_experts = len(owners) == 1 and name in EXPERTS and dim_of_rows(source) == _rows_of_experts(owners[0])
         if not (is_read or is_of_experts):
             return False
         # What can be kept of the slice?
@@ -141,9 +141,13 @@ def kept_bytes(module: nn.Module) -> int:
     return sum(codes.nbytes for codes in _kept(module))
 
 
-def _has_experts(module: nn.Module) -> bool:
-    is_switched = hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
-    return is_switched or type(module).__name__ == "Llama4TextExperts"
+def _rows_of_experts(module: nn.Module) -> int | None:
+    """Along which dimension of their parameters the outputs of its experts lie. None: it has no experts."""
+    if type(module).__name__ == "Llama4TextExperts":
+        return 2
+    if hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm"):
+        return 2 if module.is_transposed else 1
+    return None
 
 
 def _kept(module: nn.Module) -> Iterator[Codes]:

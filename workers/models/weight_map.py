@@ -347,7 +347,7 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
     transforms = get_model_conversion_mapping(module, add_legacy=False)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    wanted = module.state_dict()
+    wanted, model_type = module.state_dict(), module.config.model_type
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[str]]] = {}  # parameter -> pattern -> stored names
 
@@ -360,7 +360,7 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
 
     def parameter_of(stored: str) -> tuple[str | None, str | None]:
         name, pattern = renamed(stored)
-        if name is None and (one := ONE_EXPERT.fullmatch(stored)) and module.config.model_type in EXPERTS_ONE_BY_ONE:
+        if name is None and (one := ONE_EXPERT.fullmatch(stored)) and model_type in EXPERTS_ONE_BY_ONE:
             together = "down_proj" if one["part"] == "down" else "gate_up_proj"
             return renamed(f"{one['layer']}experts.{together}")[0], one["part"]
         return name, pattern
@@ -375,6 +375,9 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
         if isinstance(source, Stored) and wanted[name].is_floating_point():
             _check_plain(checkpoint, stored)
         if pattern is None:
+            packed = checkpoint.packed.weights.get(stored)
+            if isinstance(packed, Packed) and packed.experts and EXPERTS_ONE_BY_ONE.get(model_type):
+                source = _turned_experts(checkpoint, packed, dtype)
             sources[name] = source
         else:
             pieces.setdefault(name, {}).setdefault(pattern, []).append(stored)
@@ -387,7 +390,7 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
                 if part in by_pattern
             ]
             whole = _put_together(name, parts, (MergeModulelist(0), Concatenate(1)))
-            sources[name] = Turned(whole) if EXPERTS_ONE_BY_ONE[module.config.model_type] else whole
+            sources[name] = Turned(whole) if EXPERTS_ONE_BY_ONE[model_type] else whole
             continue
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
@@ -462,12 +465,21 @@ def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Sou
     }
     for name, weight in packed.weights.items():
         if isinstance(weight, Packed) and weight.experts:
-            found[name] = Stacked(tuple(Unpacked(checkpoint, weight, dtype, n) for n in range(weight.experts)))
+            found[name] = _all_experts(checkpoint, weight, dtype)
         elif isinstance(weight, Packed):
             found[name] = Unpacked(checkpoint, weight, dtype)
         else:
             found[name] = Mxfp4(Stored(checkpoint, weight.codes), Stored(checkpoint, weight.scale))
     return found
+
+
+def _all_experts(checkpoint: Checkpoint, packed: Packed, dtype: torch.dtype) -> Stacked:
+    return Stacked(tuple(Unpacked(checkpoint, packed, dtype, n) for n in range(packed.experts)))
+
+
+def _turned_experts(checkpoint: Checkpoint, packed: Packed, dtype: torch.dtype) -> Turned:
+    """Of a family that holds their inputs before their outputs, as its files do that have all of them in one tensor."""
+    return Turned(_all_experts(checkpoint, packed if packed.is_turned else packed.turned(), dtype))
 
 
 def _check_plain(checkpoint: Checkpoint, stored: str) -> None:

@@ -4,6 +4,7 @@ Each loads with every rank's share as that of a plain twin, or is refused with t
 Sources: the configs and indexes of the releases named, and threads about them.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +20,10 @@ from transformers import CONFIG_MAPPING
 
 from intarsia.deploy.proof.copy import make_copy
 from intarsia.errors import CorruptCheckpoint
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models, packing
+from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import BLOCK, FORMATS, GROUP, Tensors, share
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
@@ -450,6 +453,81 @@ def test_experts_of_inkling_2_are_read_whose_gate_and_up_take_turns(
         assert found.keys() == wanted.keys()
         for parameter, numbers in wanted.items():
             torch.testing.assert_close(found[parameter], numbers, rtol=0, atol=0, msg=parameter)
+
+
+def turned_nvfp4(experts: Tensor) -> tuple[Tensors, Tensor]:
+    """Inputs before outputs, and so are pairs and groups of them."""
+    each, plain = zip(*(nvfp4(expert.T.contiguous()) for expert in experts), strict=True)
+    codes, scale, whole = (torch.stack([tensors[f"weight{x}"] for tensors in each]) for x in ("", "_scale", "_scale_2"))
+    beside = {"_weight_scale": scale.transpose(1, 2), "_weight_scale_2": whole.flatten()}
+    return {"": codes.transpose(1, 2), **beside, "_input_scale": torch.ones(())}, torch.stack(plain).transpose(1, 2)
+
+
+def turned_fp8(experts: Tensor) -> tuple[Tensors, Tensor]:
+    """With one scale for all of a layer."""
+    scale = experts.abs().max() / 448
+    codes = (experts / scale).to(torch.float8_e4m3fn)
+    return {"": codes, "_weight_scale": scale, "_input_scale": torch.ones(())}, codes.float() * scale
+
+
+def turned_fp8_blocks(experts: Tensor) -> tuple[Tensors, Tensor]:
+    """As transformers would write them."""
+    each, plain = zip(*map(packing.fp8_blocks, experts), strict=True)
+    codes, scale = (torch.stack([tensors[name] for tensors in each]) for name in ("weight", "weight_scale_inv"))
+    return {"": codes, "_scale_inv": scale}, torch.stack(plain)
+
+
+@pytest.mark.parametrize(
+    "said, pack",
+    [
+        (modelopt("NVFP4", "*self_attn*", "*router*"), turned_nvfp4),
+        (modelopt("FP8", "*self_attn*", "*router*"), turned_fp8),
+        (fp8_blocks(), turned_fp8_blocks),
+    ],
+)
+def test_experts_of_llama_4_in_one_tensor_are_read_and_stay_packed(
+    said: Mapping[str, Any], pack: Callable[[Tensor], tuple[Tensors, Tensor]], source_of: Callable, tmp_path: Path
+):
+    """As nvidia/Llama-4-Scout-17B-16E-Instruct-NVFP4 and -FP8 have them."""
+    config = json.loads((source_of("llama4") / "config.json").read_text())
+    stored = {name: tensor.float() for name, tensor in load_file(source_of("llama4") / "model.safetensors").items()}
+    plain, experts_bytes = dict(stored), 0
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts_bytes += stored[name].nbytes
+        tensors, plain[name] = pack(stored.pop(name))
+        stored |= {name + suffix: tensor for suffix, tensor in tensors.items()}
+    for kind, tensors in (("packed", stored), ("plain", plain)):
+        (tmp_path / kind).mkdir()
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, tmp_path / kind / "model.safetensors", metadata={"format": "pt"})
+        more = {"quantization_config": dict(said)} if kind == "packed" else {}
+        (tmp_path / kind / "config.json").write_text(json.dumps(config | more))
+    # Every rank's share is the plain twin's.
+    for rank, size in RANKS:
+        found, wanted = share(tmp_path / "packed", rank, size), share(tmp_path / "plain", rank, size)
+        assert found.keys() == wanted.keys()
+        for parameter, numbers in wanted.items():
+            torch.testing.assert_close(found[parameter], numbers, rtol=0, atol=0, msg=parameter)
+    # Experts stay in their bits, and answer as transformers does with the twin.
+    kept, expanded = (
+        load_model(
+            ModelSettings(str(tmp_path / "packed"), dtype="float32", packed_products=products),
+            TensorParallel(),
+            torch.device("cpu"),
+        ).facts.weight_bytes
+        for products in ("reference", "expanded")
+    )
+    assert kept < expanded - 0.7 * experts_bytes
+    oracle = models.load_oracle(tmp_path / "plain")
+    expected = [models.greedy(oracle, prompt, 8) for prompt in models.PROMPTS]
+    for products in ("cpu", "reference"):
+        assert asyncio.run(answers(tmp_path / "packed", products)) == expected
+
+
+async def answers(path: Path, products: str) -> list[list[int]]:
+    engine = await make_engine(path, dtype="float32", packed_products=products)
+    asked = SamplingParams(temperature=0, max_tokens=8)
+    return [completion.token_ids for completion in await complete(engine, models.PROMPTS, asked)]
 
 
 def test_a_scheme_that_only_the_text_config_has_is_read(source_of: Callable[[str], Path], tmp_path: Path):

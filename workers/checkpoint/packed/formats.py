@@ -98,6 +98,9 @@ class Packed:
     stacked: frozenset[str] = frozenset()
     """Tensors with a dimension for experts. It does not count in `shape` and `parts`."""
 
+    is_turned: bool = False
+    """Whether the files have its columns before its rows."""
+
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of its tensors, that of the codes first."""
@@ -105,6 +108,11 @@ class Packed:
 
     def numbers(self, codes_shape: tuple[int, ...]) -> int:
         return math.prod(self.shape) * max(1, self.experts)
+
+    def turned(self) -> "Packed":
+        """What was taken for its rows are its columns."""
+        parts = {role: replace(part, rows=part.columns, columns=part.rows) for role, part in self.parts.items()}
+        return replace(self, shape=self.shape[::-1], parts=parts, is_turned=not self.is_turned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +134,21 @@ class Blocks:
 class _Found:
     """The tensors of one module, by what stands behind the module's name."""
 
-    def __init__(self, module: str, tensors: Mapping[str, StoredTensor], description: Description | None, folder: Path):
+    def __init__(
+        self,
+        module: str,
+        tensors: Mapping[str, StoredTensor],
+        description: Description | None,
+        folder: Path,
+        *,
+        is_expert: bool = False,
+    ):
+        """is_expert: it is one of several that lie on top of each other"""
         self.module = module
         self.tensors = tensors
         self.description = description
         self.folder = folder
+        self.is_expert = is_expert
 
     def has(self, suffix: str, dtypes: Iterable[str] = ()) -> bool:
         found = self.tensors.get(suffix)
@@ -307,6 +325,13 @@ def _nvfp4_group(found: _Found, codes: str) -> int:
 def _nibbles(found: _Found, format: str, codes: str, scale: str, group: int | None = None) -> Packed:
     rows, half = found.matrix(codes, format.upper())
     group = group or GROUP_OF[format]
+    # Experts may be stored with their inputs before their outputs: pairs and groups then lie along the first dimension.
+    if found.is_expert and found.shape(scale) == (-(-rows * 2 // group), half):
+        parts = {
+            "codes": Part(found.name(codes), Along(1), Along(0, 2)),
+            "scale": Part(found.name(scale), Along(1), Along(0, group)),
+        }
+        return Packed(found.name("weight"), format, (half, rows * 2), parts, bits=4, is_turned=True)
     found.expect(scale, (rows, -(-half * 2 // group)), format.upper())
     parts = {
         "codes": Part(found.name(codes), Along(0), Along(1, 2)),
@@ -451,7 +476,8 @@ def _cannot(found: _Found, suffix: str, what: str, why: str | None = None) -> Un
 
 
 OF_EXPERTS = re.compile(
-    r"(?P<weight>w\d+_weight|(gate_up|gate|up|down)_proj)(?P<rest>_scale(_inv)?|_amax|_outer_scale_denominator)?"
+    r"(?P<weight>w\d+_weight|(gate_up|gate|up|down)_proj)"
+    r"(_weight(?=_scale))?(?P<rest>_scale(_inv|_2)?|_amax|_outer_scale_denominator|_input_scale)?"
 )
 """Weights of all experts of a layer, and their scales."""
 
@@ -497,7 +523,8 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         if named := OF_EXPERTS.fullmatch(suffix):  # a parameter of a module that has several
-            module, suffix = f"{module}.{named['weight']}", f"weight{named['rest'] or ''}"
+            rest = named["rest"] or ""
+            module, suffix = f"{module}.{named['weight']}", "input_scale" if rest == "_input_scale" else f"weight{rest}"
         if suffix.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
             blocks = _blocks(name.removesuffix("_blocks"), tensors, folder)
             weights[blocks.name] = blocks
@@ -539,7 +566,7 @@ def _packed(
         suffix: tensor._replace(shape=tensor.shape[1:]) if suffix in stacked else tensor
         for suffix, tensor in own.items()
     }
-    packed = _first_that_fits(_Found(module, one, description, folder))
+    packed = _first_that_fits(_Found(module, one, description, folder, is_expert=True))
     if packed is None:
         return None
     return replace(packed, experts=experts, stacked=frozenset(own[suffix].name for suffix in stacked))
