@@ -38,6 +38,9 @@ SUFFIXES: Mapping[str, str] = {
 }
 """How a release's name ends, in small letters, and the format that this means."""
 
+PLAIN_KINDS = frozenset({"f16", "bf16", "f32"})
+"""Of GGUF files, those that are loaded in the model's numbers."""
+
 BASE_ENDS = "", "-bf16"
 """How the name of the model itself may end, where a release's has its format."""
 
@@ -62,8 +65,7 @@ def known_release(name: str) -> Release | None:
     if (gguf := gguf_name(name)) or name.lower().endswith("-gguf"):
         repository, kind = (gguf.repository, gguf.kind) if gguf else (name, None)
         model = by_name.get(repository.rpartition("/")[2].lower().removesuffix("-gguf"))
-        form = (kind or USUAL).lower()
-        return None if model is None else Release(name, model, usual_parts(form))
+        return None if model is None else Release(name, model, _parts_of_gguf(name, (kind or USUAL).lower()))
     short = name.rpartition("/")[2].lower()
     for suffix, form in SUFFIXES.items():
         found = re.fullmatch(f"(.+){suffix}", short)
@@ -72,6 +74,20 @@ def known_release(name: str) -> Release | None:
             if model := by_name.get(found[1] + end):
                 return Release(name, model, usual_parts(form))
     return None
+
+
+def _parts_of_gguf(name: str, kind: str) -> Mapping[str, str | None]:
+    if kind in PLAIN_KINDS:
+        return {}
+    mixes = [form.upper() for form, recipe in RECIPES.items() if isinstance(recipe, Mix)]
+    if kind.upper() not in mixes:
+        raise InvalidSetting(
+            f"what a GGUF file of kind {kind.upper()!r} gives each weight is only known from the file itself: "
+            f"`intarsia plan FILE.gguf` counts that. Without the file {name!r} can be planned as "
+            f"{', '.join((*mixes, 'F16'))}.",
+            field="model",
+        )
+    return usual_parts(kind)
 
 
 def usual_parts(form: str) -> Mapping[str, str | None]:

@@ -60,6 +60,7 @@ def test_a_model_takes_what_its_files_take():
         (f"{NANO}-NVFP4", f"{NANO}-BF16", usual_parts("nvfp4")),
         ("maker/Qwen3.5-4B-GGUF:Q8_0", "Qwen/Qwen3.5-4B", usual_parts("q8_0")),
         ("maker/Qwen3.5-4B-GGUF", "Qwen/Qwen3.5-4B", usual_parts("q4_k_m")),
+        ("maker/Qwen3.5-4B-GGUF:BF16", "Qwen/Qwen3.5-4B", {}),
     ],
 )  # fmt: skip
 def test_a_release_is_known_by_its_name(name: str, model: str, packed: dict[str, str | None]):
@@ -76,8 +77,10 @@ def test_other_names_are_no_releases(name: str):
 
 
 def test_a_gguf_file_of_a_kind_that_is_not_known_is_refused():
-    with pytest.raises(InvalidSetting, match="got 'iq1_s'"):
-        known_release("maker/gemma-3-27b-it-GGUF:IQ1_S")
+    name = "maker/gemma-3-27b-it-GGUF:UD-Q4_K_XL"
+    with pytest.raises(InvalidSetting, match=r"kind 'UD-Q4_K_XL' gives .* FILE\.gguf.* as Q8_0, .*, F16\.$") as refused:
+        known_release(name)
+    assert refused.value.field == "model" and name in str(refused.value)
 
 
 def test_parts_of_a_release_are_counted_once():
