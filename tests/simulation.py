@@ -327,7 +327,7 @@ class Scenario:
             self._outcome.leased, self._outcome.lease_refused = self._leased.granted, self._leased.refused
             self._outcome.turns_kept, self._outcome.prepared_held = self._leased.kept, self._leased.prepared_held
         _check(recount(self._manager).all_free, "blocks are held at the end")
-        _check(len(self._told) == self._wanted, "of some prepared prompt nobody is told, or twice")
+        _check(len(self._told) == self._wanted, "a prepared prompt is told to no client, or twice")
         _check(len(self._scheduler._seats.free_slots) == self._settings.max_num_seqs, "a slot is lent at the end")
         self._outcome.prepared = sum(each.end == PreparedEnd.COMPUTED for each in self._told)
         _check(

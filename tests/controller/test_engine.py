@@ -137,7 +137,7 @@ def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLIN
         ([1] * 60, SamplingParams(max_tokens=30), RequestTooLarge, "60 prompt tokens .30 .* 25 blocks; .* has 20"),
     ],
 )  # fmt: skip
-def test_refused_request_names_the_numbers_and_disturbs_nobody(tokens, sampling, error, message):
+def test_refused_request_names_the_numbers_and_disturbs_no_other(tokens, sampling, error, message):
     engine = make_engine(blocks=21)
 
     async def scenario() -> Completion:
@@ -295,7 +295,7 @@ class Allergic(SimulatedGroup):
 
 
 @pytest.mark.parametrize("poisoned", [1, 3])
-def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
+def test_requests_that_the_workers_die_of_are_found_out_and_no_other_suffers(
     poisoned: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
@@ -341,7 +341,7 @@ class Small(SimulatedGroup):
         return await super().start_step(step)
 
 
-def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_steps_that_do_not_fit_in_memory_get_smaller_and_no_request_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prefill_budget_module, "GROW_AFTER_STEPS", 10)
     usual = make_engine(blocks=128)
     workers = Small(usual._manager.plan, most=5)
@@ -351,7 +351,7 @@ def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monke
     async def scenario() -> list[Completion]:
         completions = [submit(engine, prompt) for prompt in prompts]
         await asyncio.gather(*(c.done.wait() for c in completions))
-        workers.most = 16  # whoever else had it has given it back
+        workers.most = 16  # the other process has given it back
         for _ in range(20):
             completions.append(submit(engine, [*prompts[0][:-1], len(completions)]))
             await completions[-1].done.wait()
@@ -604,7 +604,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
 # Answers of a given form
 
 
-def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
+def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_no_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
     engine = make_engine(eos=(VOCAB - 1,))
 
@@ -729,7 +729,7 @@ def test_an_answer_whose_text_is_complete_ends_soon_and_is_leased():
     assert 3 < len(completion.token_ids) <= 5 and completion.finish_reason == "length"
     assert completion.token_ids == continuation(PROMPT, 8)[: len(completion.token_ids)]
     assert leases[0].id and leases[0].tokens == len(PROMPT) + len(completion.token_ids) - 1
-    engine.end_soon(number)  # it is gone, which harms nobody
+    engine.end_soon(number)  # it has ended, which harms no request
 
 
 def test_lost_workers_end_leases_and_requests_that_ask_for_one_go_on():

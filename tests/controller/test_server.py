@@ -223,7 +223,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
 
 
 def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
-    """The engine stops on it, and is started again; whoever is innocent goes on."""
+    """The engine stops on it, and is started again; innocent requests go on."""
     monkeypatch.setattr(recovery, "TURN_PAUSE_S", 0.01)
     monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
@@ -273,10 +273,10 @@ def test_answers_end_with_their_engine_where_there_is_no_other():
         door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
 
-        async def nobody(gone: EngineClient) -> None:
+        async def no_other(gone: EngineClient) -> None:
             return None
 
-        generation = client.generate(PROMPT, SamplingParams(max_tokens=80), instead=nobody)
+        generation = client.generate(PROMPT, SamplingParams(max_tokens=80), instead=no_other)
         asyncio.get_running_loop().call_later(0.02, lambda: asyncio.ensure_future(door.close()))
         with pytest.raises(EngineUnavailable, match="has gone"):
             async for _ in generation:
@@ -487,7 +487,7 @@ def test_a_front_end_that_stands_still_finds_all_that_came_and_little_was_kept_f
 def test_an_engine_is_not_blamed_while_this_process_stands_still():
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        asked = loop.run_in_executor(None, time.sleep, 0.2)  # the engine answers, and nobody reads it
+        asked = loop.run_in_executor(None, time.sleep, 0.2)  # the engine answers, and the answer is not read
         loop.call_later(0.01, time.sleep, 1.5)
         await while_we_run(asked, 0.5)
 
@@ -576,7 +576,7 @@ def test_pieces_of_an_interval_hold_what_single_tokens_hold():
         assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
-def test_a_generation_nobody_keeps_is_aborted():
+def test_a_generation_that_is_not_kept_is_aborted():
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
         async for _ in client.generate(PROMPT, SamplingParams(max_tokens=90)):
@@ -654,7 +654,7 @@ def test_watchers_see_the_cache_as_it_is_whenever_they_come():
             assert engine.cache_watchers.is_watched
             mirror.task.cancel()
             await asyncio.gather(mirror.task, return_exceptions=True)
-        while engine._manager.pool.known.log is not None:  # nobody listens, so nothing is collected
+        while engine._manager.pool.known.log is not None:  # no client listens, so nothing is collected
             await asyncio.sleep(0.001)
         state = await client.questions.cache_state()
         await client.close()

@@ -74,7 +74,7 @@ def test_only_whole_answers_are_measured_and_all_ends_are_told_apart():
     assert sum(metrics.distributions["generated_tokens"].counts) == 2
 
 
-def test_refusals_of_front_ends_are_nobodys():
+def test_refusals_of_front_ends_are_of_no_engine():
     heard = telemetry()
     heard.refused(1, "alice")
     heard.refused(5)

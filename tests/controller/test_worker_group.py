@@ -50,7 +50,7 @@ def test_failing_step_names_the_rank_and_the_reason(two_workers: WorkerGroup, lo
         loop.run(finished(two_workers, Step(1, 1, (), (), (), (), (), (), (), (Advance(3, 1, ()),))))
     before = loop.run(two_workers.process_ids())
     loop.run(two_workers.rebuild())
-    assert set(before).isdisjoint(loop.run(two_workers.process_ids())), "nobody knows what state they were in"
+    assert set(before).isdisjoint(loop.run(two_workers.process_ids())), "the state that they were in is not known"
 
 
 def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: None, loop: Loop, tiny: Callable):

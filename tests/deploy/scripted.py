@@ -96,7 +96,7 @@ class ScriptedEngine:
 
 
 class ScriptedGeneration:
-    """Plays a script to whoever iterates."""
+    """Plays a script to the code that iterates."""
 
     unread_bytes = 0
 

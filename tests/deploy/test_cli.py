@@ -90,7 +90,7 @@ def test_host_beyond_this_machine_is_refused_before_anything_starts(tmp_path: Pa
 
 def test_interrupt_exits_130_quietly_and_stops_the_generation(serve_script):
     engine, address = serve_script(DELTAS[0], HANG)
-    # As a terminal starts it: whoever runs the tests in the background has let everybody ignore the interrupt.
+    # As a terminal starts it: tests that run in the background let their processes ignore the interrupt.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     command = [sys.executable, "-c", f"{code}from intarsia.deploy.cli import main; main()"]
     process = subprocess.Popen(

@@ -140,7 +140,7 @@ def test_the_key_leaves_the_address_at_once(console: Console, page: Page):
 
 
 @pytest.mark.parametrize("key", [None, "oak"])
-def test_what_is_shown_is_answered_to_nobody_without_the_key(console: Console, key: str | None):
+def test_what_is_shown_is_not_answered_without_the_key(console: Console, key: str | None):
     request = urllib.request.Request(f"{console.url}/console/view")
     if key is not None:
         request.add_header("Authorization", f"Bearer {key}")
@@ -505,7 +505,7 @@ def test_top_fits_80_columns_and_says_since_when_a_server_is_gone(console: Conso
     for line, word in zip(lines[head + 1 : head + 3], ("median", "p95"), strict=True):
         assert re.match(rf"{word}( +[\d.]+ m?s){{3}}", line)
     assert [line for line in lines if line.startswith("steps") and line.rstrip().endswith("ms")]
-    told_gone = gone(EngineUnavailable("nobody answers"), time.time() - 7).plain
+    told_gone = gone(EngineUnavailable("no engine answers"), time.time() - 7).plain
     assert re.match(r"no answer since \d\d:\d\d:\d\d, 7 s ago; asking again each second", told_gone)
 
 

@@ -203,7 +203,7 @@ def test_a_request_is_stopped_from_another_connection(service: Service, loop: Lo
 
 def test_answers_of_a_given_form_over_the_wire(ray_cluster: None, talker: Path, loop: Loop):
     """The form travels with the request, is compiled on a worker, and shapes what a random model says; one that is none
-    disturbs nobody."""
+    disturbs no other request."""
     schema = {
         "type": "object",
         "properties": {"wood": {"enum": ["oak", "ash"]}, "rings": {"type": "integer", "minimum": 1, "maximum": 99}},

@@ -26,7 +26,7 @@ PROMPT = "the inlay"
 
 @pytest.fixture(scope="module")
 def asking(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The talker, whose authors want it greedy: what nobody asked otherwise is always the same."""
+    """The talker, whose authors want it greedy: what is not asked otherwise is always the same."""
     path = tmp_path_factory.mktemp("asking") / "asking"
     shutil.copytree(talker, path)
     asked = {"temperature": 0.0, "top_p": 0.9, "top_k": 3.5, "max_new_tokens": 2}

@@ -169,7 +169,7 @@ class World(NamedTuple):
 
     tmp: Path
     busy: int  # a port
-    closed: int  # another, where nobody listens
+    closed: int  # another, where no server listens
 
     def fill(self, text: str) -> str:
         return text.format(**self._asdict())

@@ -44,7 +44,7 @@ def play(scenario: str, model: str) -> dict[str, Any]:
 
 def test_tensor_parallel_workers_on_two_nodes_move_when_one_is_lost_and_streams_go_on(tiny: Callable):
     found = play("lose_node", str(tiny("llama").path))
-    assert found["controller_is_here"], "beside its front end, whoever else has room"
+    assert found["controller_is_here"], "beside its front end, whatever room others have"
     assert found["nodes_before"] == found["nodes_after"] == 2
     assert found["same"] and found["rebuilds"] == 1 and found["all_free"]
 

@@ -1,4 +1,4 @@
-"""What is nobody's business: prompts, answers and keys, looked for in all that is written or sent anywhere."""
+"""What must stay private: prompts, answers and keys, looked for in all that is written or sent anywhere."""
 
 import json
 import logging

@@ -114,7 +114,7 @@ def place(loop: Any, tmp_path: Path) -> Iterator[Place]:
 
 def test_no_figure_of_one_key_moves_with_another_s_prompts(place: Place):
     place.ask("ash", [5] * 30)
-    for reader in ("ash", "elm"):  # another tenant's key, and one that is nobody's in particular
+    for reader in ("ash", "elm"):  # another tenant's key, and one of no tenant
         watching = Watching(place, reader)
         before, told = place.figures(reader), list(watching.told)
         place.ask("oak", PROMPT)
@@ -124,7 +124,7 @@ def test_no_figure_of_one_key_moves_with_another_s_prompts(place: Place):
         watching.close()
 
 
-def test_a_prompt_that_another_has_asked_looks_like_one_that_nobody_has(place: Place):
+def test_a_prompt_that_another_has_asked_looks_like_one_that_was_never_asked(place: Place):
     place.ask("oak", PROMPT)
 
     def grown(prompt: list[int]) -> dict[str, float]:

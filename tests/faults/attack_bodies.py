@@ -265,7 +265,7 @@ def odd_json(scene: Scene) -> None:
 
 @attack()
 def grpc_lists(scene: Scene) -> None:
-    """Of the same class over gRPC: empty images, biases, stops and fields that nobody knows, by the million."""
+    """Of the same class over gRPC: empty images, biases, stops and unknown fields, by the million."""
     many = scene.sized(1e6)
     bias = message_field(13, b"\x08\x05\x11" + bytes(8))
     payloads = (

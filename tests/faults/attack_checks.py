@@ -66,19 +66,19 @@ TIMED = re.compile(r"seconds|latency|time|_us\b|cpu|memory|created")
 
 @check
 def figures_of_others(target: Target) -> Found:
-    """4. bob asks what alice has asked, and what nobody has: no figure that he can read may tell one from the other."""
+    """4. bob asks what alice has asked, and what is new: no figure that he can read may tell one from the other."""
     rng = random.Random(11)
     rises: list[dict[str, float]] = []
-    hers, nobodys = ([rng.randrange(32, 127) for _ in range(PROMPT_TOKENS)] for _ in range(2))
+    hers, new_ones = ([rng.randrange(32, 127) for _ in range(PROMPT_TOKENS)] for _ in range(2))
     _ask(target, "alice", hers)
-    for prompt in (hers, nobodys):
+    for prompt in (hers, new_ones):
         before = _metrics(target, "bob")
         _ask(target, "bob", prompt)
         after = _metrics(target, "bob")
         rises.append({name: value - before.get(name, 0.0) for name, value in after.items() if not TIMED.search(name)})
     known, unknown = rises
     telling = {name: [known[name], unknown.get(name)] for name in known if known[name] != unknown.get(name)}
-    return {"fine": not telling, "rise if alice asked it, if nobody did": telling}
+    return {"fine": not telling, "rise if alice asked it, if it is new": telling}
 
 
 @check
@@ -162,7 +162,7 @@ def own_request_can_be_ended(target: Target) -> Found:
 
 
 @check
-def ids_that_nobody_can_print(target: Target) -> Found:
+def ids_that_cannot_be_printed(target: Target) -> Found:
     """12. Ids that are long or not printable are refused, by both servers alike."""
     got: dict[str, str] = {}
     for what, name in (("long", "x" * 5000), ("line", "a\r\nb"), ("blank", "a b"), ("zero", "a\0b"), ("letters", "é")):

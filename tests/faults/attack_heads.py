@@ -1,4 +1,4 @@
-"""Attacks without a key: heads of requests that do not end, and bytes that nobody asked for."""
+"""Attacks without a key: heads of requests that do not end, and bytes that were not asked for."""
 
 import contextlib
 import socket
@@ -90,7 +90,7 @@ def refused_chunks(scene: Scene) -> None:
 
 @attack()
 def pipelined(scene: Scene) -> None:
-    """Of the same class: requests one after another, whose answers nobody reads."""
+    """Of the same class: requests one after another, whose answers are not read."""
     _endless(scene, b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 4, must_close=False)
 
 

@@ -118,7 +118,7 @@ def _metadata(scene: Scene) -> list[tuple[str, str]]:
 
 
 def _new_prompts(scene: Scene) -> None:
-    """Four requests at a time of prompts that nobody knows: their blocks are what watchers are told."""
+    """Four requests at a time of prompts that are new: their blocks are what watchers are told."""
     rng = random.Random(7)
 
     def ask(number: int) -> None:

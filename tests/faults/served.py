@@ -128,7 +128,7 @@ def _target(process: subprocess.Popen[bytes], log: Path) -> Target:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it may have left. Its workers' fork server is nobody's child, and ends by itself."""
+    """It, and what it may have left. Its workers' fork server is no child of ours, and ends by itself."""
     family = [process.pid, *descendants(of=process.pid)]
     born = {pid: _born(pid) for pid in family}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):

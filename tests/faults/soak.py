@@ -42,7 +42,7 @@ SHOWN_EVERY = 60
 """Samples, while it goes on."""
 
 REST_S = 60.0
-"""Until connections that nobody uses are closed."""
+"""Until connections that are not used are closed."""
 
 MOST_GROWTH_BYTES = 20_000_000
 

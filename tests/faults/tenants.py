@@ -3,7 +3,7 @@ all figures that its key can read.
 
     python -m intarsia.tests.faults.tenants --rounds 60
 
-Two tenants with keys of their own. One asks a long prompt; the other asks the same one, and another one that nobody
+Two tenants with keys of their own. One asks a long prompt; the other asks the same one, and another one that no one
 asked before. If prefixes were shared, the first of these would be answered sooner. As a control the first tenant asks
 its prompt again, which must be much sooner. Around each prompt of the one, the other reads what there is to read:
 `/metrics`, the load, the state of the cache, the events of the cache; none of it may move. Prints JSON; exits with 1 if
@@ -68,7 +68,7 @@ class Reader:
 
     async def _watch(self) -> None:
         async with contextlib.aclosing(self._client.watch_cache()) as watch:
-            async for events in watch:  # own blocks make room for others': whoever asks again finds that out, too
+            async for events in watch:  # own blocks make room for others': a tenant that asks again finds that out, too
                 self.told += [event for event in events if not isinstance(event, Removed)]
 
     async def read(self) -> list[Any]:

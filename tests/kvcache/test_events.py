@@ -57,7 +57,7 @@ def test_a_reset_is_one_event():
     assert log.take() == [Cleared()]
 
 
-def test_nothing_is_collected_while_nobody_listens():
+def test_nothing_is_collected_while_no_client_listens():
     m = CacheManager(plan_of(Full()))
     serve(m, list(range(16)))
     assert m.pool.known.log is None

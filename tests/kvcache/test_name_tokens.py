@@ -32,7 +32,7 @@ def test_names_beyond_the_bound_are_forgotten_those_noted_first_before_others():
     assert len(notes) == 3
 
 
-def test_what_stands_beside_a_picture_is_not_noted_and_nothing_is_where_nobody_asks():
+def test_what_stands_beside_a_picture_is_not_noted_and_nothing_is_where_it_is_not_asked_for():
     namer = Namer(None, 4)
     assert namer.chain([1] * 8, b"", None).grow()
     namer.notes = notes = NameTokens()

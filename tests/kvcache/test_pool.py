@@ -134,7 +134,7 @@ def test_a_request_fills_its_own_large_page_before_it_takes_another():
 def test_blocks_left_over_by_a_request_that_ended_are_used_before_a_new_large_page():
     pool = two_level(3, 4, 1)
     held = take(pool, 1, A)
-    pool.groups[0].share(held)  # somebody else goes on with it
+    pool.groups[0].share(held)  # another request goes on with it
     pool.groups[0].give_back(held)
     pool.end(A)
     assert take(pool, 3, B)[0] // 4 == held[0] // 4

@@ -92,7 +92,7 @@ def test_prompts_that_never_come_again_do_not_push_out_those_that_do():
 
 
 def test_a_point_is_given_up_in_all_groups_at_once():
-    """A window without its full blocks, or the other way round, serves nobody."""
+    """A window without its full blocks, or the other way round, serves no request."""
     cache = Cache(Full(), Sliding(9), State(), blocks=90)
     for n in range(40):
         cache.serve(unique(n))

@@ -2,7 +2,7 @@
 
 Work runs at once and in the order in which it is asked for, whatever its stream. What is looked at is whether a GPU
 would have to keep that order: each stream counts what it is asked to do, and knows how far of each other stream it has
-waited. That memory is given to somebody else while a stream still reads it (`record_stream`) is not looked at.
+waited. That memory is given to another tensor while a stream still reads it (`record_stream`) is not looked at.
 """
 
 from collections.abc import Sequence

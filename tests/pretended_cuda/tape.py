@@ -2,7 +2,7 @@
 
 As on a GPU nothing happens to memory while a graph is recorded, and a replay runs no Python of ours but does the same
 to the same memory again: every number that Python read is baked in. Torch's operators do run while they are recorded,
-because their results have shapes. What they write is put back, and what they make is spoilt, so that nobody can use it.
+because their results have shapes. What they write is put back, and what they make is spoilt, so that it cannot be used.
 """
 
 from collections.abc import Callable, Sequence

@@ -49,7 +49,7 @@ class DeviceTensor(Tensor):
         return self.cpu().tolist()
 
     def record_stream(self, s: object) -> None:
-        """Nothing gives this memory to somebody else."""
+        """Nothing gives this memory to another tensor."""
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()

@@ -103,7 +103,7 @@ def test_announcement_of_a_huge_frame_closes_the_stream():
         asyncio.run(talk())
 
 
-def test_closed_server_is_seen_by_whoever_waits():
+def test_closed_server_is_seen_by_a_client_that_waits():
     async def talk() -> None:
         server = StreamServer(echo)
         stream = await Stream.connect(await server.start("127.0.0.1"))
@@ -244,7 +244,7 @@ def test_machine_that_is_gone_without_a_word_is_heard_of_while_a_step_is_on_its_
             beside.send(b"alive?")
             await beside.receive()
             subprocess.run(["ip", "-n", far, "link", "set", f"{far}b", "down"], check=True)
-            steps.send(b"a step")  # on its way, so that nobody asks whether the connection lives
+            steps.send(b"a step")  # on its way, so that neither side asks whether the connection lives
             await asyncio.wait_for(beside.wait_gone(), 30)
             assert not steps.is_gone
 
@@ -256,7 +256,7 @@ def connected(address: Address, number: int) -> list[socket.socket]:
 
 
 def answers_at_once(server: BlockingServer) -> bool:
-    """Whether one of ours is served within a second or so, whoever else is there."""
+    """Whether one of ours is served within a second or so, whatever strangers are there."""
     threading.Thread(target=server.serve, args=(bytes,), daemon=True).start()
     begun_s = time.monotonic()
 
@@ -271,7 +271,7 @@ def answers_at_once(server: BlockingServer) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x20", b"\x20\0\0\0", b"\x20\0\0\0" + b"x" * 31, b"\x20\0\0\0" + b"x" * 40])
-def test_strangers_who_hold_a_port_of_a_worker_delay_nobody(said: bytes):
+def test_strangers_who_hold_a_port_of_a_worker_delay_no_client(said: bytes):
     server = BlockingServer("127.0.0.1", 30.0)
     strangers = connected(server.address, 40)
     for stranger in strangers:
@@ -281,7 +281,7 @@ def test_strangers_who_hold_a_port_of_a_worker_delay_nobody(said: bytes):
         stranger.close()
 
 
-def test_more_strangers_than_are_heard_delay_nobody_either():
+def test_more_strangers_than_are_heard_delay_no_client_either():
     server = BlockingServer("127.0.0.1", 30.0)
     strangers = connected(server.address, MOST_STRANGERS + 40)
     assert answers_at_once(server)

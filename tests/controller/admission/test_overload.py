@@ -76,13 +76,13 @@ class Bench:
                 self.come()
             except Overloaded:
                 return come
-        raise AssertionError("nobody is refused")
+        raise AssertionError("no request is refused")
 
 
-def test_whoever_would_wait_too_long_is_told_when_to_come_back():
+def test_a_request_that_would_wait_too_long_is_told_when_to_come_back():
     bench = Bench(max_wait_s=10)
     for _ in range(30):
-        bench.come()  # nobody knows yet how long it takes
+        bench.come()  # how long it takes is not known yet
     bench.serve(FEWEST)
     with pytest.raises(Overloaded, match=r"in about 2\d\.\d s, and max_wait_s is 10") as refusal:
         bench.come()
@@ -124,7 +124,7 @@ def test_free_seats_are_not_waited_for_whatever_others_do():
 
 
 def test_a_burst_into_an_idle_engine_takes_all_its_seats_however_long_answers_take():
-    """Its prompts take several steps: few have begun while the others come, and nobody needs to end for them."""
+    """Its prompts take several steps: few have begun while the others come, and none needs to end for them."""
     bench = Bench(seats=64, max_wait_s=60)
     for _ in range(20):
         bench.come()
@@ -191,7 +191,7 @@ def test_more_who_wait_than_can_run_tell_of_pressure_as_long_as_they_wait():
     assert not bench.guard.is_pressed
 
 
-def test_nobody_is_refused_for_the_wait_where_no_limit_is_set():
+def test_no_request_is_refused_for_the_wait_where_no_limit_is_set():
     bench = Bench()
     for _ in range(3000):
         bench.come(timeout_s=0.1)
@@ -245,7 +245,7 @@ def test_a_tenant_s_requests_are_counted_until_they_end():
     bench.come("a")
 
 
-def test_nobody_is_taken_when_the_host_is_short_of_memory():
+def test_no_request_is_taken_when_the_host_is_short_of_memory():
     bench = Bench(min_free_bytes=100 * MIB)
     bench.come()
     bench.free = 99 * MIB
@@ -265,6 +265,6 @@ def test_the_gate_of_a_real_host_is_open():
     ("setting", "value"),
     [("max_wait_s", 0), ("max_waiting_tokens", 0), ("max_requests_per_tenant", 0), ("min_free_bytes", -1)],
 )
-def test_settings_that_let_nobody_in_are_refused(setting: str, value: Any):
+def test_settings_that_let_no_request_in_are_refused(setting: str, value: Any):
     with pytest.raises(InvalidSetting, match="must be"):
         OverloadSettings(**{setting: value})

@@ -57,7 +57,7 @@ def test_workers_that_are_lost_are_waited_for():
     assert compiler.asked == 4
 
 
-def test_nobody_is_called_once_it_is_closed():
+def test_nothing_is_called_once_it_is_closed():
     async def scenario() -> list[IntarsiaError | None]:
         called: list[IntarsiaError | None] = []
         compiling = StructuredOutput(Compiler())

@@ -96,7 +96,7 @@ def test_a_revision_of_what_is_here_is_refused(hub: Hub):
         find_model("demo", "v1")
 
 
-def test_a_branch_that_moved_is_noticed_by_nobody_until_it_is_asked_for(hub: Hub, files: dict[str, bytes]):
+def test_a_branch_that_moved_is_not_noticed_until_it_is_asked_for(hub: Hub, files: dict[str, bytes]):
     first = hub.add(NAME, files)
     find_model(NAME)
     second = hub.add(NAME, files | {"generation_config.json": b"{}"})
@@ -267,7 +267,7 @@ def test_a_gated_model_wants_its_terms_accepted(
     assert find_model(NAME).is_of_hub
 
 
-def test_offline_nobody_is_asked(hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch):
+def test_offline_no_host_is_asked(hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch):
     hub.add(NAME, files)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFound, match=rf"hf download {NAME} --revision v1\. HF_HUB_OFFLINE forbids"):
@@ -283,7 +283,7 @@ def test_without_network_the_error_says_so(hub_home: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def loopback_port() -> int:
-    """At which nobody listens."""
+    """At which no server listens."""
     import socket
 
     with socket.socket() as taken:

@@ -55,7 +55,7 @@ def test_error_of_the_server_is_raised_as_its_own_class(serve_script, cls):
     assert (error.value.field, error.value.details) == ("prompt", {"asked": "9"})
 
 
-def test_nobody_listening_names_the_address_and_the_command():
+def test_where_no_server_listens_the_address_and_the_command_are_named():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"

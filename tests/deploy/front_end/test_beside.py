@@ -45,7 +45,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_one_tenant_leaves_a_thread_for_whoever_comes_next():
+def test_one_tenant_leaves_a_thread_for_the_next_one():
     async def case() -> None:
         beside = Beside(threads=3)
         with held() as slow:
@@ -75,7 +75,7 @@ def test_tenants_take_turns_and_each_has_its_own_order():
     asyncio.run(case())
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun():
+def test_work_whose_client_has_left_is_not_begun():
     async def case() -> None:
         beside, done = Beside(threads=1, max_waiting=1), []
         with held() as first:

@@ -168,7 +168,7 @@ def test_an_engine_that_has_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatc
     run(scenario)
 
 
-def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_does_not_answer_holds_no_request_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fleet_module, "ANSWER_WITHIN_S", 0.01)
 
     async def scenario(two: Two):

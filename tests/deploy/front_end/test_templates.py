@@ -246,7 +246,7 @@ def test_a_long_conversation_goes_in_and_comes_out_whole(templates: Templates):
     assert text == "".join(message["content"] for message in messages)
 
 
-def test_a_slow_template_holds_up_nobody_else_and_its_killed_child_is_its_own_end_only(templates: Templates):
+def test_a_slow_template_holds_up_no_other_request_and_its_killed_child_ends_only_its_own(templates: Templates):
     others = children_of(os.getpid())
     ended: list[tuple[str, str]] = []
     asked = question(HOSTILE["loops"])

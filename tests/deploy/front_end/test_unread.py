@@ -133,7 +133,7 @@ def test_http_client_that_reads_slowly_gets_all_of_its_answer():
     assert got.count(b"data: ") == 2502 and b"[DONE]" in got
 
 
-def test_rest_of_a_short_answer_that_nobody_reads_is_not_kept():
+def test_rest_of_a_short_answer_that_is_not_read_is_not_kept():
     """Less than makes the server wait: the answer is over as far as the application goes."""
 
     async def scenario(server: HttpServer, url: str, engine: ScriptedEngine) -> None:
@@ -178,7 +178,7 @@ def test_grpc_call_of_which_nothing_is_read_is_ended_and_told_why(serve: Any, is
         else:
             call = stub.Generate(request, timeout=60)
         next(call)
-        assert engine.closed.wait(30), "the engine is told that nobody wants it"
+        assert engine.closed.wait(30), "the engine is told that the client has left"
         with pytest.raises(grpc.RpcError) as caught:
             for _ in call:
                 pass

@@ -90,7 +90,7 @@ def test_bad_request_is_refused_before_the_engine_hears_of_it(serve_script, requ
     assert engine.asked == []
 
 
-def test_a_prompt_that_nobody_would_compute_is_not_read(serve_script):
+def test_a_prompt_that_would_never_be_computed_is_not_read(serve_script):
     engine, address = serve_script(DONE)
     engine.full = Overloaded("its turn would come late", retry_after_s=3.0)
     for request, code in (

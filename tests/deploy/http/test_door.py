@@ -178,7 +178,7 @@ def test_pipelined_requests_are_answered_in_turn_also_in_odd_pieces(door: Callab
     assert told.count(b"HTTP/1.1 200") == 60
 
 
-def test_requests_whose_answers_nobody_reads_are_not_heaped_up(door: Callable[..., Door]):
+def test_requests_whose_answers_are_not_read_are_not_heaped_up(door: Callable[..., Door]):
     """4 connections that send and do not read took a gigabyte."""
     here = door(unread_timeout_s=2)
     asked = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 1000

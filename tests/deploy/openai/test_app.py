@@ -166,7 +166,7 @@ def test_every_refusal_has_openais_shape_and_names_the_field(
         ("/v1/responses", {"input": "x"}),
     ],
 )
-def test_a_prompt_that_nobody_would_compute_is_not_read(
+def test_a_prompt_that_would_never_be_computed_is_not_read(
     api: Api, monkeypatch: pytest.MonkeyPatch, path: str, about: dict[str, Any]
 ):
     read: list[str] = []

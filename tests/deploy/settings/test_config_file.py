@@ -146,7 +146,7 @@ def findings_of(*topics: str) -> dict[str, doctor.Finding]:
 def test_the_doctor_names_a_port_in_use_without_calling_it_a_fault():
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # somebody else has it: as good
+        with contextlib.suppress(OSError):  # another process has it: as good
             taken.bind(("127.0.0.1", 8000))
             taken.listen()
         port = findings_of("ports")["port HTTP"]

@@ -1,4 +1,4 @@
-"""An `LLM` that nobody closes, in programs of their own: they end quietly, and leave no process behind."""
+"""An `LLM` that is never closed, in programs of their own: they end quietly, and leave no process behind."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 GONE_WITHIN_S = 25.0
-"""Of all processes: less than the fork server lingers where nobody tells it to go."""
+"""Of all processes: less than the fork server lingers where it is not told to go."""
 
 BEGIN = """
 import sys, threading

@@ -47,7 +47,7 @@ def test_names_of_backends_are_those_of_the_kernels():
     }
 
 
-def test_a_backend_that_nobody_knows_is_refused_in_one_text():
+def test_an_unknown_backend_is_refused_in_one_text():
     import torch
 
     with pytest.raises(InvalidSetting) as late:

@@ -99,7 +99,7 @@ def test_a_terminal_with_a_bar_has_its_cursor_back_and_an_empty_line(how: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gcs", [True, False])
-def test_a_server_that_serves_ends_in_time_whoever_stays_connected_or_without_its_gcs(gcs: bool):
+def test_a_server_that_serves_ends_in_time_with_clients_connected_or_without_its_gcs(gcs: bool):
     async def scenario() -> None:
         server = Server(COMMAND, 2, f"test-{time.monotonic_ns()}")
         await server.start()

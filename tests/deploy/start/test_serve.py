@@ -148,7 +148,7 @@ def test_a_name_on_the_hub_is_fetched_served_and_what_clients_call_the_model(
         hub.add(name, {each.name: each.read_bytes() for each in Path(model.path).iterdir() if each.is_file()})
         first = start(Path(name))
         stop(first)
-    again = start(Path(name))  # nobody answers for the Hub any more
+    again = start(Path(name))  # no server answers for the Hub any more
     url = again.find(r"(http://\S+)").rstrip("/").removesuffix("/v1")
     assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == [name]
     asked = {"model": name, "prompt": list(model.prompts[0]), "max_tokens": 2}

@@ -49,7 +49,7 @@ class Sight:
         )
 
     def held(self, rows: Sequence[int]) -> GroupBatch:
-        """The same rows out of tables that lie on a device, each in some slot. Other slots have blocks of nobody."""
+        """The same rows out of tables that lie on a device, each in some slot. Other slots have other blocks."""
         batch, which = self.world.batch, list(rows)
         shape = len(ROWS) + 3, batch.block_table.shape[1]
         others, own = np.full(12, 1 << 20, dtype=np.int32), np.full(shape, 1 << 20, dtype=np.int32)

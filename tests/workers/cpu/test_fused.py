@@ -199,7 +199,7 @@ def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable)
     assert counts(loaded(tiny("gemma3").path, enforce_eager=True).module) == (0, 0, 0, 0)
 
 
-def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
+def test_an_untested_family_is_as_written(tmp_path: Path):
     assert counts(loaded(granite(tmp_path)).module) == (0, 0, 0, 0)
 
 

@@ -81,7 +81,7 @@ def test_page_memory_follows_the_dtype(tiny: Callable):
     assert asyncio.run(blocks("bfloat16")) == 2 * asyncio.run(blocks("float32")) + 1
 
 
-def test_a_family_nobody_tested_runs_as_its_config_has_it(tmp_path: Path, two_workers: Any, loop: Loop):
+def test_an_untested_family_runs_as_its_config_has_it(tmp_path: Path, two_workers: Any, loop: Loop):
     path = granite(tmp_path)
     expected = [models.greedy(models.load_oracle(path), prompt, 12) for prompt in models.PROMPTS]
     assert asyncio.run(tokens(path)) == expected

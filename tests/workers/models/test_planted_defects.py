@@ -218,7 +218,7 @@ DEFECTS: dict[str, Defect] = {
     "fp8 blocks are larger in the config": Defect(
         "fp8-blocks", told(weight_block_size=[48, 48]), ("weight_scale_inv", "FP8", "[48, 48]")
     ),
-    # What has another name, or nobody reads.
+    # What has another name, or is never read.
     "fp8 scale is misspelt": Defect(
         "fp8-rows", renamed("weight_scale", "weight_scales"), (MODULE, "weight_scales", "FP8")
     ),

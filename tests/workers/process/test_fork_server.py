@@ -118,9 +118,7 @@ def test_server_that_dies_leaves_its_workers_and_is_replaced(server: ForkServer)
 
 
 @pytest.mark.parametrize("is_importing", [True, False])
-def test_server_ends_with_whoever_started_a_ray_of_their_own_for_it(
-    is_importing: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_server_ends_with_the_process_that_started_a_ray_for_it(is_importing: bool, monkeypatch: pytest.MonkeyPatch):
     name = f"\0intarsia-test-{os.getpid()}-{time.monotonic_ns()}"  # used by no other process
     monkeypatch.setattr(fork_server, "_name", lambda: name)
     owner = subprocess.Popen(["sleep", "600"])
