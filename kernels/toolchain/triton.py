@@ -11,8 +11,8 @@ import os
 
 import torch
 
-# A product and its sum are rounded once. Triton 3.9 does so unless told otherwise, and says at each start that 3.10 will
-# not: our kernels would be slower then, and give other bits.
+# A product and its sum are rounded once. Triton 3.9 does so unless told otherwise, and says that 3.10 will not: kernels
+# would be slower then, and give other bits.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 LEAST_DOT = 16
