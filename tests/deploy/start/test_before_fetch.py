@@ -78,6 +78,7 @@ def test_a_batch_that_cannot_be_read_is_told_before_the_hub_is_asked(hub: Hub, f
     [
         ({"model_type": "bert"}, {}, "bert is not served"),
         ({"quantization_config": {"quant_method": "exl3"}}, {}, "its method is exl3"),
+        ({"quantization_config": {"group_size": 64, "bits": 4}}, {}, "its method is mlx"),
         ({}, {"tensor_parallel_size": 64}, "tensor_parallel_size 64"),
         ({}, {"max_model_len": 10**6}, "Lower max_model_len"),
     ],

@@ -163,7 +163,9 @@ def _guessed_method(place: str, said: Mapping[str, Any]) -> str:
         return "fp8"
     if place.endswith("quantize_config.json"):
         return "gptq"
-    return "awq" if place.endswith("quant_config.json") else "unknown"
+    if place.endswith("quant_config.json"):
+        return "awq"
+    return "mlx" if {"group_size", "bits"} <= said.keys() else "unknown"
 
 
 # -- the words of each tool --------------------------------------------------------------------------------------------
