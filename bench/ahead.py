@@ -35,6 +35,7 @@ from intarsia.kernels.state.triton import (
     LAUNCHES,
     PRECISIONS,
     TritonStates,
+    keyed_warps,
     prompt_block,
     step_block,
 )
@@ -71,17 +72,17 @@ class Variant(NamedTuple):
     stages: int
 
 
-def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
+def variants(dtypes: Sequence[str], capability: int) -> Iterator[Variant]:
     """What real models launch: heads of 64 to 256 numbers, latents, windows, chunks, softcap and sinks; states;
     and vocabularies of 32,000 to 262,144 tokens."""
     for dtype in dtypes:
         yield from _attention(dtype)
         yield from _tokenwise(dtype)
         yield from _routing(dtype)
-    yield from _states()
+    yield from _states(capability)
     yield from _mixers()
     yield from _streams()
-    yield from _products()
+    yield from _products(capability)
     yield from _unpacked_products()
     for dtype in dtypes:
         yield from _choice(dtype)
@@ -265,7 +266,7 @@ def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
         yield Variant(f"heads {dtype} {name}", kernel, types, constants, warps, 3)
 
 
-def _states() -> Iterator[Variant]:
+def _states(capability: int) -> Iterator[Variant]:
     kernels = TritonStates()._kernels
     lists = {"rows_ptr", "pieces_ptr", "tiles_ptr"}
 
@@ -290,7 +291,9 @@ def _states() -> Iterator[Variant]:
     keyed = {
         "KEYS": 128, "KEYS_PADDED": 128, "VALUES": 128, "VALUES_BLOCK": step_block(128, 128), "GROUP": 1
     }  # fmt: skip
-    yield Variant("keyed delta", kernels.keyed_heads, types(kernels.keyed_heads, "fp32"), keyed, 4, 3)
+    yield Variant(
+        "keyed delta", kernels.keyed_heads, types(kernels.keyed_heads, "fp32"), keyed, keyed_warps(capability), 3
+    )
     yield Variant("rg-lru", kernels.decaying_sums, types(kernels.decaying_sums, "fp32"), {"BLOCK": 64}, 2, 3)
     kernel, launch = kernels.shared_heads, BFLOAT16_LAUNCH
     constants = {
@@ -423,12 +426,12 @@ def _choice(dtype: str) -> Iterator[Variant]:
         yield Variant(f"choice {dtype} {name}", launch.kernel, types, launch.constants, launch.warps, 3)
 
 
-def _products() -> Iterator[Variant]:
+def _products(capability: int) -> Iterator[Variant]:
     """Products of few rows and of many: alone, for the same bits, and of experts."""
     kernels = products._kernels()
     for name, inputs, outputs, groups in (("gemma-3-27b", 5376, 21_504, 1), ("gpt-oss-20b experts", 2880, 5760, 32)):
         for rows, is_cut in ((64, True), (64, False), (128, True), (128, False)):
-            tile, cut = products.tile_for(rows, 2), products.cut_inputs(inputs, outputs)
+            tile, cut = products.tile_for(rows, 2, groups, capability), products.cut_inputs(inputs, outputs)
             numbers, lists = {"x_ptr", "weight_ptr", "bias_ptr", "out_ptr"}, {"first_ptr", "token_ptr"}
             constants = {
                 "INPUTS": inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
@@ -623,7 +626,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="kernels whose name contains this; may be given again")
     args = parser.parse_args()
     failed = False
-    for variant in variants(args.dtypes.split(",")):
+    for variant in variants(args.dtypes.split(","), args.capability):
         if not any(part in variant.name for part in args.only or [""]):
             continue
         row = compiled(variant, args.capability)

@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     from intarsia.bench import ahead
 
-    mine = islice(ahead.variants(["bf16"]), args.share, None, args.of)
+    mine = islice(ahead.variants(["bf16"], args.capability), args.share, None, args.of)
     for variant in islice(mine, args.most):
         ahead.build(variant, args.capability)
 

@@ -42,10 +42,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, itemsize: int) -> Tile:
-    """For a product of so many rows. A warp group multiplies 64 rows at a time in either."""
+def tile_for(rows: int, itemsize: int, groups: int = 1, capability: int | None = None) -> Tile:
+    """For a product of so many rows. A warp group multiplies 64 rows at a time in either. Sums that come back into
+    registers fit those of twice as many warps; beside the places of many groups' rows, 16 warps have too few.
+
+    capability: of the GPU; None: the one at hand
+    """
     block = 128 // itemsize
-    return Tile(64, block, 4, 4) if rows <= 64 else Tile(128, block, 8, 3)
+    tile = Tile(64, block, 4, 4) if rows <= 64 else Tile(128, block, 8, 3)
+    is_blackwell = (gpu.capability() if capability is None else capability) >= gpu.BLACKWELL
+    return tile._replace(warps=2 * tile.warps) if is_blackwell and (rows <= 64 or groups == 1) else tile
 
 
 def cut_inputs(inputs: int, outputs: int) -> int:
@@ -124,7 +130,9 @@ class TritonWeights:
 
     def _launch(self, rows: int, itemsize: int) -> Launch:
         """rows: of a group, on average"""
-        return Launch(_kernels().product, PRECISION, tile_for(rows, itemsize), OUTPUTS, self._cut, PROGRAMS)
+        return Launch(
+            _kernels().product, PRECISION, tile_for(rows, itemsize, self.groups), OUTPUTS, self._cut, PROGRAMS
+        )
 
     def _operands(self) -> tuple[Tensor, ...]:
         """What the kernel is given of the weights."""

@@ -73,11 +73,13 @@ def product(
         if row >= end:
             return
     n, is_row, x_rows = _rows_from(row, end, x_ptr, token_ptr, x_stride, HAS_TOKENS, ROWS)
-    o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first_output = tl.program_id(1) * OUTPUTS
+    o = first_output + tl.arange(0, OUTPUTS)
     k = tl.arange(0, BLOCK)
     is_output = o < outputs
     weights = weight_ptr + (group.to(tl.int64) if GROUPS_PADDED > 0 else 0) * outputs * INPUTS
-    weights += o.to(tl.int64)[None, :] * INPUTS
+    weights += first_output.to(tl.int64) * INPUTS
+    weights += tl.arange(0, OUTPUTS)[None, :] * INPUTS  # within a tile 32 bits are enough, and take half the registers
     place = n.to(tl.int64)[:, None] * outputs + o[None, :]
     own = is_row[:, None] & is_output[None, :]
     if IS_CUT:

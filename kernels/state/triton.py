@@ -144,7 +144,7 @@ class TritonStates:
         self._kernels.keyed_heads[len(rows), heads, -(-values // block)](
             *inputs, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots,
             KEYS=keys, KEYS_PADDED=power_of_two(keys), VALUES=values, VALUES_BLOCK=block,
-            GROUP=heads // inputs[0].shape[1],
+            GROUP=heads // inputs[0].shape[1], num_warps=keyed_warps(),
         )  # fmt: skip
 
     def _channels(
@@ -222,3 +222,8 @@ def prompt_block(launch: Launch, keys: int, values: int) -> int:
 def step_block(keys: int, values: int) -> int:
     """The same for one token."""
     return min(max(LEAST_DOT, power_of_two(values)), 16 if keys > 128 else 32)
+
+
+def keyed_warps(capability: int | None = None) -> int:
+    """Of a program of `keyed_heads`: its numbers fit their registers. capability: of the GPU; None: the one at hand"""
+    return 8 if (gpu.capability() if capability is None else capability) >= gpu.BLACKWELL else 4

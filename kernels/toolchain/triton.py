@@ -18,6 +18,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LEAST_DOT = 16
 """The least side of a matrix product."""
 
+BLACKWELL = 100
+"""Its matrix instructions sum in a memory beside the registers, and each warp reads a part of that into its own."""
+
 
 def missing() -> str | None:
     """Why these kernels cannot run here, in words; None if they can. Where there is a GPU, one is launched."""
@@ -39,6 +42,15 @@ def _cannot_launch() -> str | None:
             "headers (Debian: apt-get install gcc python3-dev)"
         )
     return None
+
+
+@functools.cache
+def capability() -> int:
+    """Of the GPU at hand, 90 for an H100; 0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def is_interpreted() -> bool:
