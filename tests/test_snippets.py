@@ -285,7 +285,7 @@ def test_every_command_of_the_documentation_is_marked_as_one():
 @pytest.mark.slow
 def test_the_demo_prints_what_the_readme_shows(tmp_path: Path):
     [shown] = re.findall(
-        r"^`MODEL=tiny make demo` prints:\n\n```\n(.*?)^```$",
+        r"`MODEL=tiny make demo` prints:\n\n```\n(.*?)^```$",
         (ROOT / "README.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
