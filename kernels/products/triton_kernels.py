@@ -79,7 +79,7 @@ def product(
     is_output = o < outputs
     weights = weight_ptr + (group.to(tl.int64) if GROUPS_PADDED > 0 else 0) * outputs * INPUTS
     weights += first_output.to(tl.int64) * INPUTS
-    weights += tl.arange(0, OUTPUTS)[None, :] * INPUTS  # within a tile 32 bits are enough, and take half the registers
+    weights += tl.arange(0, OUTPUTS)[None, :] * INPUTS  # within a tile 32 bits are enough, in fewer registers
     place = n.to(tl.int64)[:, None] * outputs + o[None, :]
     own = is_row[:, None] & is_output[None, :]
     if IS_CUT:
