@@ -191,9 +191,9 @@ class Database:
             return
         rows = self._connection.execute(
             "SELECT kind, id, bytes FROM (SELECT 'responses' AS kind, id, bytes, created_s AS used_s FROM responses "
-            "WHERE tenant = ?1 UNION ALL SELECT 'conversations', id, bytes, used_s FROM conversations "
-            "WHERE tenant = ?1) ORDER BY id = ?2 DESC, used_s DESC",
-            (tenant, kept),
+            "WHERE tenant = ? UNION ALL SELECT 'conversations', id, bytes, used_s FROM conversations "
+            "WHERE tenant = ?) ORDER BY id = ? DESC, used_s DESC",
+            (tenant, tenant, kept),
         )
         total = 0
         for number, (table, name, size) in enumerate(rows.fetchall()):
@@ -285,8 +285,8 @@ class Database:
         """How many are kept, and their bytes. tenant: None: of all."""
         return self._connection.execute(
             "SELECT count(*), coalesce(sum(bytes), 0) FROM (SELECT tenant, bytes FROM responses UNION ALL "
-            "SELECT tenant, bytes FROM conversations) WHERE ?1 IS NULL OR tenant = ?1",
-            (tenant,),
+            "SELECT tenant, bytes FROM conversations) WHERE ? IS NULL OR tenant = ?",
+            (tenant, tenant),
         ).fetchone()
 
     def _oldest_s(self) -> float:

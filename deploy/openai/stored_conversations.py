@@ -111,9 +111,9 @@ class Conversations:
     def check_room(self, tenant: str, name: str, more: Texts = ()) -> None:
         """Raises `InvalidRequest` for more than a request may bring. more: what is to be added"""
         row = self._connection.execute(
-            "SELECT bytes, (SELECT count(*) FROM conversation_items WHERE tenant = ?1 AND conversation = ?2) "
-            "FROM conversations WHERE tenant = ?1 AND id = ?2",
-            (tenant, name),
+            "SELECT bytes, (SELECT count(*) FROM conversation_items WHERE tenant = ? AND conversation = ?) "
+            "FROM conversations WHERE tenant = ? AND id = ?",
+            (tenant, name, tenant, name),
         ).fetchone()
         size, count = row or (0, 0)
         size += sum(len(text.encode()) for _, text in more)
