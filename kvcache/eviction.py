@@ -121,7 +121,9 @@ class Queue:
 
     def pop_first(self) -> int:
         """Take the next item to evict out of the queue, which is not empty."""
-        return (self._low or self._usual).popitem(last=False)[0]
+        items = self._low or self._usual
+        assert items, "there is nothing to evict"
+        return items.popitem(last=False)[0]
 
     def discard(self, item: int) -> None:
         """Take an item out: it is used again, it is evicted, or its content is forgotten."""

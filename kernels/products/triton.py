@@ -50,8 +50,8 @@ def tile_for(rows: int, itemsize: int, groups: int = 1, capability: int | None =
     """
     block = 128 // itemsize
     tile = Tile(64, block, 4, 4) if rows <= 64 else Tile(128, block, 8, 3)
-    is_blackwell = (gpu.capability() if capability is None else capability) >= gpu.BLACKWELL
-    return tile._replace(warps=2 * tile.warps) if is_blackwell and (rows <= 64 or groups == 1) else tile
+    has_more = gpu.is_blackwell(capability) and (rows <= 64 or groups == 1)
+    return tile._replace(warps=2 * tile.warps) if has_more else tile
 
 
 def cut_inputs(inputs: int, outputs: int) -> int:

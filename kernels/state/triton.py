@@ -226,4 +226,4 @@ def step_block(keys: int, values: int) -> int:
 
 def keyed_warps(capability: int | None = None) -> int:
     """Of a program of `keyed_heads`: its numbers fit their registers. capability: of the GPU; None: the one at hand"""
-    return 8 if (gpu.capability() if capability is None else capability) >= gpu.BLACKWELL else 4
+    return 8 if gpu.is_blackwell(capability) else 4

@@ -53,6 +53,11 @@ def capability() -> int:
     return 10 * major + minor
 
 
+def is_blackwell(asked: int | None) -> bool:
+    """asked: a capability; None: that of the GPU at hand"""
+    return (capability() if asked is None else asked) >= BLACKWELL
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs kernels in Python, on tensors in host memory. Settled when the kernels are imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"

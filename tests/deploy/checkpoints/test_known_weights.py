@@ -76,9 +76,10 @@ def test_other_names_are_no_releases(name: str):
     assert known_release(name) is None
 
 
-def test_a_gguf_file_of_a_kind_that_is_not_known_is_refused():
-    name = "maker/gemma-3-27b-it-GGUF:UD-Q4_K_XL"
-    with pytest.raises(InvalidSetting, match=r"kind 'UD-Q4_K_XL' gives .* FILE\.gguf.* as Q8_0, .*, F16\.$") as refused:
+@pytest.mark.parametrize("kind", ["IQ1_S", "UD-Q4_K_XL"])
+def test_a_gguf_file_of_a_kind_that_is_not_known_is_refused(kind: str):
+    name = f"maker/gemma-3-27b-it-GGUF:{kind}"
+    with pytest.raises(InvalidSetting, match=rf"kind '{kind}' gives .* FILE\.gguf.* as Q8_0, .*, F16\.$") as refused:
         known_release(name)
     assert refused.value.field == "model" and name in str(refused.value)
 

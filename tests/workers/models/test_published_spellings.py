@@ -20,11 +20,10 @@ from transformers import CONFIG_MAPPING
 
 from intarsia.deploy.proof.copy import make_copy
 from intarsia.errors import CorruptCheckpoint
-from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models, packing
-from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import BLOCK, FORMATS, GROUP, Tensors, share
+from intarsia.tests.workers.models.test_unpacked import answers
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
 from intarsia.workers.models.unpacked import Unpacked
@@ -521,13 +520,7 @@ def test_experts_of_llama_4_in_one_tensor_are_read_and_stay_packed(
     oracle = models.load_oracle(tmp_path / "plain")
     expected = [models.greedy(oracle, prompt, 8) for prompt in models.PROMPTS]
     for products in ("cpu", "reference"):
-        assert asyncio.run(answers(tmp_path / "packed", products)) == expected
-
-
-async def answers(path: Path, products: str) -> list[list[int]]:
-    engine = await make_engine(path, dtype="float32", packed_products=products)
-    asked = SamplingParams(temperature=0, max_tokens=8)
-    return [completion.token_ids for completion in await complete(engine, models.PROMPTS, asked)]
+        assert asyncio.run(answers(tmp_path / "packed", models.PROMPTS, 8, packed_products=products)) == expected
 
 
 def test_a_scheme_that_only_the_text_config_has_is_read(source_of: Callable[[str], Path], tmp_path: Path):
