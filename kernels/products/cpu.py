@@ -76,7 +76,7 @@ class PackedWeights:
         groups = [[weight] for weight in weights] if isinstance(weights, Tensor) else [weights]
         some = groups[0][0]
         self.groups, self.outputs, self.inputs = len(groups), sum(map(len, groups[0])), some.shape[1]
-        self.dtype = some.dtype
+        self.dtype = self.out_dtype = some.dtype
         self._steps = -(-self.inputs * some.itemsize // WORD_BYTES)
         group_words = -(-self.outputs // PANEL_OUTPUTS) * self._steps * PANEL_OUTPUTS
         self._words = huge_pages.LASTING.empty((self.groups, group_words), torch.int32)
@@ -101,7 +101,7 @@ class PackedWeights:
             _library().intarsia_pack(part.data_ptr(), part.stride(0), address, *part.shape, self._kind)
             address += len(part) * self._steps * WORD_BYTES
 
-    @property
+    @functools.cached_property
     def is_padded(self) -> bool:
         """Whether rows of x get a zero more for a product: words of two numbers, and the last one lacks its second."""
         return self.inputs != self._call.depth
@@ -110,19 +110,16 @@ class PackedWeights:
     def _kind(self) -> int:
         return cpp.KINDS[self.dtype]
 
-    @property
+    @functools.cached_property
     def _function(self) -> Any:
         return _library().intarsia_product
 
     def widen(self) -> None:
         """Results are float32 from now on, as they are summed. Those of one product lie where the next one's will: 32
         rows of 262,144 are 34 MB, which the system takes 8 ms to give anew."""
-        self._call.out_kind = cpp.KINDS[torch.float32]
+        self.out_dtype = torch.float32
+        self._call.out_kind = cpp.KINDS[self.out_dtype]
         self._kept = torch.empty(0, self.outputs)
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return self.dtype if self._call.out_kind == self._kind else torch.float32
 
     def product(self, x_RI: Tensor) -> Tensor:
         """Of every row with the first group's weight. Returns [R,outputs]."""
@@ -208,7 +205,7 @@ class PackedCodes(PackedWeights):
     def __init__(self, codes: Codes, dtype: torch.dtype, biases: Tensor | None = None):
         """codes: [N,K] or [E,N,K]. dtype: of the rows to come, and of results. biases: [E,N]"""
         self.groups, self.outputs, self.inputs = (1, *codes.shape)[-3:]
-        self.dtype = dtype
+        self.dtype = self.out_dtype = dtype
         self.order = codes.order
         self._laid = self._lay(codes)
         for name in self.beside:
@@ -297,7 +294,7 @@ class PackedCodes(PackedWeights):
     def _in_order(self, x_RI: Tensor) -> Tensor:
         return x_RI if self.order is None else x_RI[:, self.order]
 
-    @property
+    @functools.cached_property
     def is_padded(self) -> bool:
         """Whether rows of x get a zero more, or are put into another order, for a product."""
         return self.order is not None or super().is_padded

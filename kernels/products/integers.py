@@ -56,7 +56,7 @@ class IntegerCodes(PackedCodes):
             return False
         return codes.least is None or (codes.columns == run and codes.factor is None)
 
-    @property
+    @functools.cached_property
     def is_padded(self) -> bool:
         """Never: rows of x are put in order and filled up while they are rounded."""
         return False
@@ -66,7 +66,7 @@ class IntegerCodes(PackedCodes):
         """Whole blocks."""
         return -(-self.inputs // INPUT_BLOCK) * INPUT_BLOCK
 
-    @property
+    @functools.cached_property
     def _function(self) -> Any:
         return _library().intarsia_integer_product
 

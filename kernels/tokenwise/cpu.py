@@ -17,7 +17,7 @@ from .protocol import Activation, Gating, Norm, Rotary
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
+    _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32), ("is_centered", c_int32)]
 
 
 class _AddNorm(ctypes.Structure):
@@ -77,7 +77,7 @@ def _run(call: Call) -> None:
 # -- norms and sums --------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
+def normed(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype or x.dtype)
     call = add_norm_call(x.shape[-1], out.dtype, before=norm, x_dtype=x.dtype)
@@ -119,7 +119,7 @@ def add_norm_call(
 
 
 def _norm(norm: Norm | None) -> _Norm:
-    return _Norm() if norm is None else _Norm(norm.scale.data_ptr(), norm.eps, norm.rounds_first)
+    return _Norm() if norm is None else _Norm(norm.scale.data_ptr(), *norm[1:])
 
 
 # -- activations -----------------------------------------------------------------------------------------------------

@@ -29,19 +29,22 @@ template <class A, class B>
 using Between = std::conditional_t<std::is_same_v<A, B>, A, float>;
 
 // out = x / sqrt(mean(x^2) + eps) * scale. rounds_first: x / sqrt(..) becomes a number of their kind before it is scaled.
+// is_centered: x is what it is more than its mean.
 template <class T, class Out>
-void norm_row(const T* x, const float* scale, Out* out, int width, float eps, bool rounds_first) {
-    const float shrink = 1.0f / std::sqrt(sum_of_squares(x, width) / float(width) + eps);
+void norm_row(const T* x, const float* scale, Out* out, int width, float eps, bool rounds_first, bool is_centered) {
+    const float middle = is_centered ? sum_of(x, width) / float(width) : 0.0f;
+    const float shrink = 1.0f / std::sqrt(sum_of_squares(x, width, middle) / float(width) + eps);
     int d = 0;
     for (; d + LANES <= width; d += LANES) {
-        Vec v = load(x + d) * shrink;
+        Vec v = (load(x + d) - middle) * shrink;
         if (rounds_first) v = rounded<Between<T, Out>>(v);
         store(v * load(scale + d), out + d);
     }
     for (; d < width; d++) {
+        const float v = (to_float(x[d]) - middle) * shrink;
         Between<T, Out> rounded;
-        from_float(to_float(x[d]) * shrink, &rounded);
-        from_float((rounds_first ? to_float(rounded) : to_float(x[d]) * shrink) * scale[d], out + d);
+        from_float(v, &rounded);
+        from_float((rounds_first ? to_float(rounded) : v) * scale[d], out + d);
     }
 }
 
@@ -131,11 +134,11 @@ struct Gating {
     int32_t is_cut_after, by_turns, is_plain;
 };
 
-// A norm: x / sqrt(mean(x^2) + eps) * scale. Without a scale there is none.
+// Without a scale there is none. Named as in protocol.py.
 struct Norm {
     const float* scale;
     float eps;
-    int32_t rounds_first;
+    int32_t rounds_first, is_centered;
 };
 
 // sum = x + added_scale * after(added), out = before(sum). Rows of all are `width` long and dense. x and the sum are of
@@ -175,6 +178,11 @@ struct Heads {
 
 namespace {
 
+template <class T, class Out>
+void norm_row(const T* x, const Norm& norm, Out* out, int width) {
+    norm_row(x, norm.scale, out, width, norm.eps, norm.rounds_first, norm.is_centered);
+}
+
 template <class X, class T>
 void add_norm(const AddNorm& a) {
 #pragma omp parallel for schedule(static) if (a.rows * a.width >= WORTH_SHARING)
@@ -184,7 +192,7 @@ void add_norm(const AddNorm& a) {
             const T* added = static_cast<const T*>(a.added) + row * a.width;
             X* to = static_cast<X*>(a.sum) + row * a.width;
             // What is between two steps rests where the sum will be, which is never where x is.
-            if (a.after.scale) norm_row(added, a.after.scale, to, a.width, a.after.eps, a.after.rounds_first);
+            if (a.after.scale) norm_row(added, a.after, to, a.width);
             if (a.added_scale != 1.0f && a.after.scale) scale_row(to, a.added_scale, to, a.width);
             if (a.added_scale != 1.0f && !a.after.scale) scale_row(added, a.added_scale, to, a.width);
             if (a.added_scale != 1.0f || a.after.scale)
@@ -194,7 +202,7 @@ void add_norm(const AddNorm& a) {
             sum = to;
         }
         T* out = static_cast<T*>(a.out) + row * a.width;
-        if (a.out) norm_row(sum, a.before.scale, out, a.width, a.before.eps, a.before.rounds_first);
+        if (a.out) norm_row(sum, a.before, out, a.width);
     }
 }
 
@@ -266,10 +274,10 @@ void prepare_heads(const Heads& h) {
         T* key = query + query_width;
         if (h.query_scale)
             for (int d = 0; d < query_width; d += h.query_norm_width)
-                norm_row(query + d, h.query_scale, query + d, h.query_norm_width, h.eps, h.rounds_first);
+                norm_row(query + d, h.query_scale, query + d, h.query_norm_width, h.eps, h.rounds_first, false);
         if (h.key_scale)
             for (int d = 0; d < key_width; d += h.key_norm_width)
-                norm_row(key + d, h.key_scale, key + d, h.key_norm_width, h.eps, h.rounds_first);
+                norm_row(key + d, h.key_scale, key + d, h.key_norm_width, h.eps, h.rounds_first, false);
         if (!h.cos) continue;
         const Angle* cos = static_cast<const Angle*>(h.cos) + t * h.angles;
         const Angle* sin = static_cast<const Angle*>(h.sin) + t * h.angles;

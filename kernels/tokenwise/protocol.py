@@ -12,11 +12,13 @@ from torch import Tensor
 
 
 class Norm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * scale, over as many numbers as `scale` has (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale, over as many numbers as `scale` has (arXiv 1910.07467). Centered, x is what it
+    is more than its mean (arXiv 1607.06450)."""
 
     scale: Tensor  # [C] float32
     eps: float
     rounds_first: bool = False  # what is scaled has been rounded to x's dtype before
+    is_centered: bool = False
 
 
 class Rotary(enum.IntEnum):
@@ -70,7 +72,7 @@ class Operations(Protocol):
         """Whether this machine can compile them."""
         ...
 
-    def rms_norm(self, x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor: ...
+    def normed(self, x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_norm(
         self, x: Tensor, added: Tensor, after: Norm | None, before: Norm | None, added_scale: float

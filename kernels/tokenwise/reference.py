@@ -14,11 +14,13 @@ _ACTIVATE = {
 }
 
 
-def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
+def normed(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     """x: [.., C]. Returns the same shape, and x's dtype or `dtype`; sums are in float32. Nothing is rounded on the way
     from one dtype to another."""
     dtype = dtype or x.dtype
     wide = x.float()
+    if norm.is_centered:
+        wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     if norm.rounds_first and dtype == x.dtype:
         wide = wide.to(dtype)
@@ -32,9 +34,9 @@ def add_norm(
 
     The sum is of x's dtype, which may be float32 where `added`, and what comes of `before`, are of 16 bits.
     """
-    more = added.to(x.dtype) if after is None else rms_norm(added, after, x.dtype)
+    more = added.to(x.dtype) if after is None else normed(added, after, x.dtype)
     total = x + more * added_scale
-    return total, total if before is None else rms_norm(total, before, added.dtype)
+    return total, total if before is None else normed(total, before, added.dtype)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -72,14 +74,14 @@ def prepare_heads(
 ) -> None:
     """Norm and rotate the queries and keys of packed tokens, in place. What follows them in a token stays.
 
-    norms       of queries and of keys; over one head or over all of them, as their scale is wide
+    norms       of queries and of keys, not centered; over one head or over all of them, as their scale is wide
     cos, sin    of as many numbers as are rotated, or of half as many where both halves have the same
     rotary_dim  the first of a head's numbers, which are rotated
     """
     for first, count, norm in ((0, heads, norms[0]), (heads, kv_heads, norms[1])):
         part = qkv_TC[:, first * head_dim : (first + count) * head_dim]
         if norm is not None:
-            part.copy_(rms_norm(part.unflatten(-1, (-1, len(norm.scale))), norm).flatten(-2))
+            part.copy_(normed(part.unflatten(-1, (-1, len(norm.scale))), norm).flatten(-2))
         if rotary is not Rotary.NONE:
             assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
             part.copy_(_rotated(part.unflatten(-1, (count, head_dim)), cos_TR, sin_TR, rotary, rotary_dim).flatten(-2))

@@ -36,7 +36,7 @@ def _rows(x: Tensor) -> Tensor:
 # -- norms and sums --------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
+def normed(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     assert dtype in (None, x.dtype), "on a GPU all is of one dtype"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _rows(x)
@@ -68,6 +68,8 @@ def _add_norm(
         HAS_AFTER=after is not None, HAS_BEFORE=before is not None,
         AFTER_ROUNDS_FIRST=after is not None and after.rounds_first,
         BEFORE_ROUNDS_FIRST=before is not None and before.rounds_first,
+        AFTER_IS_CENTERED=after is not None and after.is_centered,
+        BEFORE_IS_CENTERED=before is not None and before.is_centered,
         num_warps=row_warps(block),
     )  # fmt: skip
 

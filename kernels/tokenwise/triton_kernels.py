@@ -17,20 +17,24 @@ GELU = tl.constexpr(2)
 
 
 @triton.jit
-def _scaled(x, shrink, scale, ROUNDS_FIRST: tl.constexpr):
-    """x * shrink * scale, in x's dtype."""
+def _scaled(x, shrink, scale, ROUNDS_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """x * shrink * scale, in DTYPE."""
     wide = x.to(tl.float32) * shrink
     if ROUNDS_FIRST:
-        wide = wide.to(x.dtype).to(tl.float32)
-    return (wide * scale).to(x.dtype)
+        wide = wide.to(DTYPE).to(tl.float32)
+    return (wide * scale).to(DTYPE)
 
 
 @triton.jit
-def _normed(x, scale_ptr, c, live, eps, WIDTH: tl.constexpr, ROUNDS_FIRST: tl.constexpr):
+def _normed(
+    x, scale_ptr, c, live, eps, WIDTH: tl.constexpr, ROUNDS_FIRST: tl.constexpr, IS_CENTERED: tl.constexpr
+):  # fmt: skip
     """The norm of one row. Beyond WIDTH x is zero."""
     wide = x.to(tl.float32)
+    if IS_CENTERED:
+        wide = tl.where(live, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     shrink = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    return _scaled(x, shrink, tl.load(scale_ptr + c, mask=live, other=0.0), ROUNDS_FIRST)
+    return _scaled(wide, shrink, tl.load(scale_ptr + c, mask=live, other=0.0), ROUNDS_FIRST, x.dtype)
 
 
 @triton.jit
@@ -40,6 +44,7 @@ def add_norm(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_AFTER: tl.constexpr, HAS_BEFORE: tl.constexpr,
     AFTER_ROUNDS_FIRST: tl.constexpr, BEFORE_ROUNDS_FIRST: tl.constexpr,
+    AFTER_IS_CENTERED: tl.constexpr, BEFORE_IS_CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): sum = x + added_scale * after(added), out = before(sum). Without `added` the sum is x."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,13 +54,13 @@ def add_norm(
     if HAS_ADDED:
         added = tl.load(added_ptr + row * added_row_stride + c, mask=live, other=0.0)
         if HAS_AFTER:
-            added = _normed(added, after_ptr, c, live, after_eps, WIDTH, AFTER_ROUNDS_FIRST)
+            added = _normed(added, after_ptr, c, live, after_eps, WIDTH, AFTER_ROUNDS_FIRST, AFTER_IS_CENTERED)
         if HAS_SCALE:
             added = (added.to(tl.float32) * added_scale).to(x.dtype)
         x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row * WIDTH + c, x, mask=live)
     if HAS_BEFORE:
-        normed = _normed(x, before_ptr, c, live, before_eps, WIDTH, BEFORE_ROUNDS_FIRST)
+        normed = _normed(x, before_ptr, c, live, before_eps, WIDTH, BEFORE_ROUNDS_FIRST, BEFORE_IS_CENTERED)
         tl.store(out_ptr + row * WIDTH + c, normed, mask=live)
 
 
@@ -159,9 +164,12 @@ def _prepare(
             squares = tl.zeros((BLOCK,), tl.float32) + tl.sum(squares, 0)
             scales += h * HEAD_DIM
         shrink = tl.rsqrt(squares / NORM_WIDTH + eps)[:, None]
-        low = _scaled(low, shrink, tl.load(scales + i * STEP, mask=is_pair, other=0.0), ROUNDS_FIRST)
-        high = _scaled(high, shrink, tl.load(scales + i * STEP + PARTNER, mask=is_pair, other=0.0), ROUNDS_FIRST)
-        rest = _scaled(rest, shrink, tl.load(scales + r, mask=is_rest, other=0.0), ROUNDS_FIRST)
+        low_scale = tl.load(scales + i * STEP, mask=is_pair, other=0.0)
+        high_scale = tl.load(scales + i * STEP + PARTNER, mask=is_pair, other=0.0)
+        rest_scale = tl.load(scales + r, mask=is_rest, other=0.0)
+        low = _scaled(low, shrink, low_scale, ROUNDS_FIRST, low.dtype)
+        high = _scaled(high, shrink, high_scale, ROUNDS_FIRST, high.dtype)
+        rest = _scaled(rest, shrink, rest_scale, ROUNDS_FIRST, rest.dtype)
     if TURNED > 0:
         cos, sin = cos_ptr + i * STEP, sin_ptr + i * STEP
         cos_low = tl.load(cos, mask=i < TURNED, other=0.0).to(tl.float32)

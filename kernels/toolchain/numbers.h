@@ -65,15 +65,28 @@ inline float sum(Vec v) {
 }
 // In lanes, from the first number to the last; what fills no vector comes after.
 template <class T>
-inline float sum_of_squares(const T* x, int width) {
+inline float sum_of(const T* x, int width) {
+    Vec sums = {};
+    int d = 0;
+    for (; d + LANES <= width; d += LANES) sums += load(x + d);
+    float total = sum(sums);
+    for (; d < width; d++) total += to_float(x[d]);
+    return total;
+}
+// Of x - middle, in the same order.
+template <class T>
+inline float sum_of_squares(const T* x, int width, float middle = 0.0f) {
     Vec squares = {};
     int d = 0;
     for (; d + LANES <= width; d += LANES) {
-        const Vec v = load(x + d);
+        const Vec v = load(x + d) - middle;
         squares += v * v;
     }
     float total = sum(squares);
-    for (; d < width; d++) total += to_float(x[d]) * to_float(x[d]);
+    for (; d < width; d++) {
+        const float v = to_float(x[d]) - middle;
+        total += v * v;
+    }
     return total;
 }
 // 2 to the power of each, which is at most 0; of what is below -100, nothing. To about the last bit of a float. Less

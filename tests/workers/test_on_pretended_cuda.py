@@ -69,7 +69,7 @@ BUDGETS: dict[str, Budget] = {
     "llama": Budget(1, 2, 23, 22),
     "qwen3": Budget(1, 2, 23, 22),
     "smollm3": Budget(1, 2, 27, 29),
-    "cohere2": Budget(1, 2, 81, 13),
+    "cohere2": Budget(1, 2, 36, 18),
     "olmo3": Budget(1, 2, 34, 22),
     "exaone4": Budget(1, 2, 27, 22),
     "llama4": Budget(1, 2, 97, 34),

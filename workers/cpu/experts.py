@@ -217,13 +217,14 @@ class _RoutingWeight(Tensor):
 
     plain: Tensor
     packed: dict[torch.dtype, Weights]
+    converted: dict[Any, Any]  # by what was asked for
     ways: _Ways
 
     @classmethod
     def of(cls, weight: Tensor, ways: _Ways) -> "_RoutingWeight":
         plain = weight.detach()
         routing: Any = plain.as_subclass(cls)
-        routing.plain, routing.packed, routing.ways = plain, {}, ways
+        routing.plain, routing.packed, routing.converted, routing.ways = plain, {}, {}, ways
         return routing
 
     @classmethod
@@ -232,19 +233,20 @@ class _RoutingWeight(Tensor):
         if function is F.linear and isinstance(args[1], cls):
             x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
             return weight.product(x, bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **kwargs)
-        # Some routers widen the weight before its product.
         if function in (Tensor.type, Tensor.float, Tensor.to) and isinstance(args[0], cls):
-            return args[0].widened(result)
-        return result
+            return args[0].convert(function, *args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
 
-    def widened(self, wide: Tensor) -> "_RoutingWeight":
-        if wide is self:
-            return self
-        routing = _RoutingWeight.of(wide, self.ways)
-        routing.packed = self.packed
-        return routing
+    def convert(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Some routers widen their weight before each product. It is widened once."""
+        asked = (function, *args, *kwargs.items())
+        if asked not in self.converted:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(self, *args, **kwargs)
+            is_other = isinstance(result, Tensor) and result is not self
+            self.converted[asked] = _RoutingWeight.of(result, self.ways) if is_other else result
+        return self.converted[asked]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.dtype not in self.packed:

@@ -122,13 +122,13 @@ def _take_norm(operations: Operations, module: Any) -> bool:
 
 
 def _norm_of(module: Any) -> Norm | None:
-    """What an RMS norm computes; None if the module is something else, or has no weight."""
+    """What a norm computes; None if the module is something else, or has no weight, or one for each head."""
     kind = _entry(NORMS, module)
     weight = None if kind is None else getattr(module, "weight", None)  # a packed linear's would be unpacked
-    if kind is None or weight is None:
+    if kind is None or weight is None or weight.dim() != 1:
         return None
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return Norm((weight.float() + kind.offset).contiguous(), eps, kind.rounds_first)
+    return Norm((weight.float() + kind.offset).contiguous(), eps, kind.rounds_first, kind.is_centered)
 
 
 # -- activations that are left -----------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
     if kind.norms is not None and hasattr(module, kind.norms[0]):
         query_norm, key_norm = (_norm_of(getattr(module, name)) for name in kind.norms)
         # One call norms both, so neither may be over several ranks and both must be of one kind.
-        if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
+        if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:] or query_norm.is_centered:
             return False
         norms = query_norm, key_norm
     own_heads = _own_heads(module, projections)

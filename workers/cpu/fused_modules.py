@@ -23,7 +23,7 @@ class FusedNorm(nn.Module):
     dtype: torch.dtype | None = None  # of what it gives; None: of what it is given
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.operations.rms_norm(x, self.norm, self.dtype)
+        return self.operations.normed(x, self.norm, self.dtype)
 
 
 class FusedActivation(nn.Module):
@@ -194,7 +194,7 @@ class FusedLayer(nn.Module):
 
     def into_mixer(self, x: Tensor) -> Tensor:
         norm = self.parts.before_mixer
-        return x if norm is None else self.operations.rms_norm(x, norm, self.dtype)
+        return x if norm is None else self.operations.normed(x, norm, self.dtype)
 
     def from_mixer(self, x: Tensor, mixed: Tensor) -> Tensor:
         parts, add_norm = self.parts, self.operations.add_norm

@@ -19,10 +19,11 @@ from ...kernels.tokenwise import Activation, Gating, Rotary
 
 
 class NormKind(NamedTuple):
-    """An RMS norm: see `kernels.tokenwise.Norm`."""
+    """See `kernels.tokenwise.Norm`."""
 
     offset: float = 0.0  # added to the weight
     rounds_first: bool = False
+    is_centered: bool = False
 
 
 LLAMA_NORM = NormKind(rounds_first=True)
@@ -56,6 +57,7 @@ NORMS: dict[str, NormKind] = {
         ),
         GEMMA_NORM,
     ),
+    "Cohere2LayerNorm": NormKind(is_centered=True),
 }  # fmt: skip
 """Class of a norm -> what it computes."""
 

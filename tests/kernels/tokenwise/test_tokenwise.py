@@ -38,20 +38,22 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("rounds_first", [False, True])
+@pytest.mark.parametrize("ways", [(False, False), (True, False), (False, True)], ids=["", "rounds first", "centered"])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5), (1, 7, 40), (1, 4, 3, 33), (0, 8), (600, 256)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_the_reference(native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], rounds_first: bool):
-    x = (torch.randn(shape) * 3).to(dtype)
-    norm = Norm(torch.randn(shape[-1]), 1e-6, rounds_first)
-    close(native.rms_norm(x, norm), reference.rms_norm(x, norm))
+def test_norms_are_the_reference(
+    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], ways: tuple[bool, bool]
+):
+    x = (torch.randn(shape) * 3 + 2).to(dtype)
+    norm = Norm(torch.randn(shape[-1]), 1e-6, *ways)
+    close(native.normed(x, norm), reference.normed(x, norm))
 
 
 def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference(native: ModuleType):
     heads = torch.randn(1, 5, 3, 16).transpose(1, 2)
     norm = Norm(torch.ones(16), 1e-6)
-    close(native.rms_norm(heads, norm), reference.rms_norm(heads, norm))
-    close(native.rms_norm(heads * 1e-4, norm), reference.rms_norm(heads * 1e-4, norm))
+    close(native.normed(heads, norm), reference.normed(heads, norm))
+    close(native.normed(heads * 1e-4, norm), reference.normed(heads * 1e-4, norm))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.22])
@@ -63,8 +65,8 @@ def test_sums_with_norms_around_them_are_the_reference(
 ):
     x, added = (torch.randn(shape).to(dtype) for _ in range(2))
     after, before = (
-        Norm(torch.randn(shape[-1]), 1e-6, rounds_first) if norms in (name, "both") else None
-        for name, rounds_first in (("after", True), ("before", False))
+        Norm(torch.randn(shape[-1]), 1e-6, *ways) if norms in (name, "both") else None
+        for name, ways in (("after", (True, False)), ("before", (False, True)))
     )
     kept = x.clone(), added.clone()
     ours = native.add_norm(x, added, after, before, scale)
@@ -91,7 +93,7 @@ def test_a_sum_may_be_wider_than_what_is_added_to_it(dtype: torch.dtype, norms: 
     assert total.dtype is torch.float32
     assert normed.dtype is (torch.float32 if before is None else dtype)
     norm = Norm(torch.randn(40), 1e-6, True)
-    close(cpu.rms_norm(x, norm, dtype), reference.rms_norm(x, norm, dtype))
+    close(cpu.normed(x, norm, dtype), reference.normed(x, norm, dtype))
 
 
 GATINGS = [
@@ -197,7 +199,7 @@ def test_rows_may_lie_apart(native: ModuleType):
     wide = torch.randn(2, 3, 5, 100)
     x, added = wide[..., :33], wide[..., 50:83]
     norm = Norm(torch.randn(33), 1e-6)
-    close(native.rms_norm(x, norm), reference.rms_norm(x, norm))
+    close(native.normed(x, norm), reference.normed(x, norm))
     for found, expected in zip(
         native.add_norm(x, added, norm, norm), reference.add_norm(x, added, norm, norm), strict=True
     ):

@@ -122,13 +122,13 @@ def norm_found(name: str, module: Any, seen: Observer) -> Finding | None:
     if x is None or not isinstance(weight, Tensor) or not isinstance(eps, float) or x.shape[-1:] != weight.shape:
         return None
     output = seen.call(module).value  # type: ignore[union-attr]
-    least = min(error_of(native.rms_norm(x, norm), output) for norm in norms_of(weight, eps))
+    least = min(error_of(native.normed(x, norm), output) for norm in norms_of(weight, eps))
     return Finding(name, FusedNorm, least, lambda ours: error_of(ours(x), output))
 
 
 def norms_of(weight: Tensor, eps: float) -> list[Norm]:
-    ways = itertools.product((0.0, 1.0), (False, True))
-    return [Norm((weight.float() + offset).contiguous(), eps, rounds_first) for offset, rounds_first in ways]
+    kinds = itertools.product((0.0, 1.0), (False, True), (False, True))
+    return [Norm((weight.float() + offset).contiguous(), eps, *ways) for offset, *ways in kinds]
 
 
 def mlp_found(name: str, module: Any, seen: Observer) -> Finding | None:
@@ -264,7 +264,8 @@ def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
             query, key = (getattr(module, name) for name in names)
             eps = getattr(query, "eps", getattr(query, "variance_epsilon", None))
             if eps is not None and isinstance(getattr(query, "weight", None), Tensor):
-                norms = list(zip(norms_of(query.weight, eps), norms_of(key.weight, eps), strict=True))
+                both = zip(norms_of(query.weight, eps), norms_of(key.weight, eps), strict=True)
+                norms = [pair for pair in both if not pair[0].is_centered]
     ways = ((Rotary.HALVES, 1), (Rotary.PAIRS, 1), (Rotary.HALVES, 2), (Rotary.NONE, 1))
     for (rotary, angles_per_head), both in itertools.product(ways, norms):
         yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head, native)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C
 
 FUSED = {  # attention, MLPs, norms, layers
     "gemma3": (6, 6, 25, 6), "gemma2": (4, 4, 17, 4), "ministral": (4, 4, 9, 4), "gpt_oss": (4, 0, 9, 4),
-    "llama": (3, 3, 7, 3), "qwen3": (3, 3, 7, 3), "smollm3": (4, 4, 9, 4), "cohere2": (4, 4, 0, 0),
+    "llama": (3, 3, 7, 3), "qwen3": (3, 3, 7, 3), "smollm3": (4, 4, 9, 4), "cohere2": (4, 4, 5, 0),
     "olmo3": (4, 4, 9, 4), "exaone4": (4, 4, 9, 4), "llama4": (0, 4, 9, 0), "bamba": (2, 4, 9, 4),
     "granite4": (1, 0, 9, 0), "nemotron_h": (1, 0, 6, 0), "falcon_h1": (0, 0, 7, 0), "zamba2": (0, 0, 13, 0),
     "jamba": (1, 2, 18, 4), "minimax": (1, 0, 12, 0), "lfm2": (1, 4, 9, 4), "qwen3_next": (0, 4, 11, 4),
