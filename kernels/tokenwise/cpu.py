@@ -20,6 +20,9 @@ class _Norm(ctypes.Structure):
     _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32), ("is_centered", c_int32)]
 
 
+_NO_NORM = _Norm()
+
+
 class _AddNorm(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "added", "sum", "out")),
@@ -80,10 +83,10 @@ def _run(call: Call) -> None:
 def normed(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype or x.dtype)
-    call = add_norm_call(x.shape[-1], out.dtype, before=norm, x_dtype=x.dtype)
-    call.arguments.x, call.arguments.out = x.data_ptr(), out.data_ptr()
-    call.arguments.rows = x.numel() // x.shape[-1]
-    _run(call)
+    width, kinds = x.shape[-1], (cpp.KINDS[out.dtype], cpp.KINDS[x.dtype])
+    tensors = x.data_ptr(), None, None, out.data_ptr()
+    arguments = _AddNorm(*tensors, x.numel() // width, _NO_NORM, _norm(norm), 1.0, width, *kinds)
+    _library().intarsia_add_norm(ctypes.byref(arguments))
     return out
 
 
@@ -119,7 +122,7 @@ def add_norm_call(
 
 
 def _norm(norm: Norm | None) -> _Norm:
-    return _Norm() if norm is None else _Norm(norm.scale.data_ptr(), *norm[1:])
+    return _NO_NORM if norm is None else _Norm(norm.scale.data_ptr(), *norm[1:])
 
 
 # -- activations -----------------------------------------------------------------------------------------------------
