@@ -184,16 +184,7 @@ HEADS = [  # name, heads, kv heads, head size, rotated numbers, angles, how, who
 def _tokenwise(dtype: str) -> Iterator[Variant]:
     kernels = tokenwise._kernels()
     for name, width, half in ROWS:
-        block = power_of_two(width)
-        norms = {"HAS_AFTER": True, "HAS_BEFORE": True, "AFTER_ROUNDS_FIRST": False, "BEFORE_ROUNDS_FIRST": True}
-        yield Variant(
-            f"norm {dtype} {name}",
-            kernels.add_norm,
-            _types(kernels.add_norm, {"x_ptr", "added_ptr", "sum_ptr", "out_ptr"}, dtype, {"after_ptr", "before_ptr"}),
-            {"WIDTH": width, "BLOCK": block, "HAS_ADDED": True, "HAS_SCALE": True, **norms},
-            tokenwise.row_warps(block),
-            3,
-        )
+        yield _norms(dtype, name, width)
         yield Variant(
             f"gate {dtype} {name}",
             kernels.gate,
@@ -220,7 +211,25 @@ def _tokenwise(dtype: str) -> Iterator[Variant]:
             tokenwise.WARPS,
             3,
         )
+    yield _norms(dtype, "command a", 12288, is_centered=True)
     yield from _heads(dtype, kernels.prepare_heads)
+
+
+def _norms(dtype: str, name: str, width: int, *, is_centered: bool = False) -> Variant:
+    """Around a sum."""
+    kernel, block = tokenwise._kernels().add_norm, power_of_two(width)
+    return Variant(
+        f"norm {dtype} {name}",
+        kernel,
+        _types(kernel, {"x_ptr", "added_ptr", "sum_ptr", "out_ptr"}, dtype, {"after_ptr", "before_ptr"}),
+        {
+            "WIDTH": width, "BLOCK": block, "HAS_ADDED": True, "HAS_SCALE": True, "HAS_AFTER": True, "HAS_BEFORE": True,
+            "AFTER_ROUNDS_FIRST": False, "BEFORE_ROUNDS_FIRST": not is_centered,
+            "AFTER_IS_CENTERED": is_centered, "BEFORE_IS_CENTERED": is_centered,
+        },
+        tokenwise.row_warps(block),
+        3,
+    )  # fmt: skip
 
 
 ROUTERS = [  # name, experts, how
