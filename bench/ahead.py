@@ -175,6 +175,7 @@ HEADS = [  # name, heads, kv heads, head size, rotated numbers, angles, how, who
     ("gemma3 270m", 4, 1, 256, 256, 256, Rotary.HALVES, "heads", True),
     ("gemma3 27b", 32, 16, 128, 128, 128, Rotary.HALVES, "heads", True),
     ("gpt-oss", 64, 8, 64, 64, 32, Rotary.HALVES, None, True),
+    ("ministral 3", 32, 8, 128, 128, 128, Rotary.HALVES, None, True),
     ("cohere2 pairs", 64, 8, 128, 128, 128, Rotary.PAIRS, None, True),
     ("olmo3 over all heads", 40, 8, 128, 128, 128, Rotary.HALVES, "all", True),
     ("partly rotated, head of 80", 32, 8, 80, 32, 32, Rotary.HALVES, None, False),
@@ -256,7 +257,8 @@ def _routing(dtype: str) -> Iterator[Variant]:
 
 def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
     numbers = {"tokens_ptr", "pages_ptr", "cos_ptr", "sin_ptr"}
-    types = _types(kernel, numbers, dtype, {"query_scale_ptr", "key_scale_ptr"}, {"page_ptr", "offset_ptr"})
+    floats = {"query_scale_ptr", "key_scale_ptr", "query_factor_ptr"}
+    types = _types(kernel, numbers, dtype, floats, {"page_ptr", "offset_ptr"})
     for name, heads, kv_heads, head_dim, rotary_dim, angles, rotary, normed, writes in HEADS:
         widths = [{"heads": head_dim, "all": n * head_dim, None: 0}[normed] for n in (heads, kv_heads)]
         query_block, key_block = (
@@ -268,7 +270,7 @@ def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
             "QUERY_NORM_WIDTH": widths[0], "KEY_NORM_WIDTH": widths[1],
             "QUERY_ROUNDS_FIRST": False, "KEY_ROUNDS_FIRST": False,
             **tokenwise.Turned.of(rotary, head_dim, rotary_dim, angles)._asdict(),
-            "WRITES": writes, "VALUE_DIM": head_dim if writes else 0,
+            "HAS_FACTOR": name == "ministral 3", "WRITES": writes, "VALUE_DIM": head_dim if writes else 0,
             "VALUE_PADDED": power_of_two(head_dim) if writes else 1,
         }  # fmt: skip
         warps = tokenwise.heads_warps(head_dim, query_block, key_block)

@@ -4,10 +4,10 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from .models import Model
 
 HERE = Path(__file__).resolve().parent
 END_WITHIN_S = 60.0
-PAUSE_S = 2.0
-"""Before a side works: threads of the last one spin for a while once they have nothing to do, vLLM's for a second."""
-
 NO_VLLM = "no interpreter with vLLM is named: --vllm-python"
 NO_GGUF = "there is no GGUF file"
 
@@ -28,7 +25,10 @@ def environment() -> dict[str, str]:
 
 
 class Side:
-    """A process that is `start`ed, does rounds of `work`, and is `end`ed. `skipped` says why there is none."""
+    """A process that is `start`ed, does rounds of `work`, and is `end`ed. `skipped` says why there is none.
+
+    Between its rounds it is stopped, with all that it started: threads that wait for work spin, and would take a core
+    from the side whose turn it is."""
 
     def __init__(self, name: str, command: list[str] | None, skipped: str = ""):
         self.name, self.skipped, self._command = name, skipped, command
@@ -41,7 +41,7 @@ class Side:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  for as long as it runs
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=environment(), cwd="/",
+            env=environment(), cwd="/", start_new_session=True,
         )  # fmt: skip
         if self._answer() is None:
             self._process.wait(END_WITHIN_S)
@@ -50,18 +50,20 @@ class Side:
             print(f"-- {self.name} --", *said[-40:], sep="\n", file=sys.stderr)
             self.skipped = f"it ended with {self._process.returncode} while it started; its last words: {said[-1]}"
             return False
+        self._signal(signal.SIGSTOP)
         return True
 
     def work(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """When each stream's tokens came, in seconds."""
         assert self._process is not None and self._process.stdin is not None
-        time.sleep(PAUSE_S)
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
         if answer is None:
             self._errors.seek(0)
             sys.exit(f"{self.name} ended early:\n{self._errors.read()[-3000:]}")
+        self._signal(signal.SIGSTOP)
         times = answer["times"]
         assert [len(each) for each in times] == [new_tokens] * len(prompts), f"{self.name} gave other tokens"
         return times
@@ -70,11 +72,16 @@ class Side:
         if self._process is None or self._process.poll() is not None:
             return
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(END_WITHIN_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdout is not None

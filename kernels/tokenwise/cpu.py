@@ -51,7 +51,7 @@ class _Gate(ctypes.Structure):
 
 class _Heads(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("tokens", "query_scale", "key_scale", "cos", "sin")),
+        *((name, c_void_p) for name in ("tokens", "query_scale", "key_scale", "cos", "sin", "query_factor")),
         *((name, c_int64) for name in ("rows", "token_stride")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("query_norm_width", "key_norm_width")),
@@ -166,6 +166,7 @@ def prepare_heads(
     sin_TR: Tensor | None,
     rotary: Rotary,
     rotary_dim: int,
+    query_factor_T: Tensor | None = None,
 ) -> None:
     assert qkv_TC.stride(1) == 1, "the numbers of a token lie side by side"
     call = prepare_heads_call(heads, kv_heads, head_dim, norms, rotary, qkv_TC.dtype)
@@ -178,6 +179,8 @@ def prepare_heads(
         arguments.angle_kind = angle_kind(cos_TR, qkv_TC.dtype)
         arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
         arguments.rotary_dim, arguments.angles = rotary_dim, cos_TR.shape[-1]
+    if query_factor_T is not None:
+        arguments.query_factor = query_factor_T.data_ptr()
     _run(call)
 
 
@@ -194,7 +197,8 @@ def prepare_heads_call(
     rotary: Rotary,
     dtype: torch.dtype,
 ) -> Call:
-    """To be set: tokens, rows, token_stride; and cos, sin, rotary_dim, angles, angle_kind where heads are rotated."""
+    """To be set: tokens, rows, token_stride; cos, sin, rotary_dim, angles, angle_kind where heads are rotated; and
+    query_factor where queries are multiplied by theirs."""
     query_norm, key_norm = norms
     some_norm = query_norm or key_norm
     arguments = _Heads(

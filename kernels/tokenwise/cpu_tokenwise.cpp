@@ -166,6 +166,7 @@ struct Heads {
     void* tokens;                  // [rows, query heads, then key heads, then more], changed in place
     const float *query_scale, *key_scale;  // of the norms, or null
     const void *cos, *sin;         // [rows, angles], dense; or null
+    const float* query_factor;     // [rows], of queries in the end; or null
     int64_t rows, token_stride;    // the stride in elements
     int32_t heads, kv_heads, head_dim;
     int32_t query_norm_width, key_norm_width;  // a head's, or all heads'
@@ -278,14 +279,14 @@ void prepare_heads(const Heads& h) {
         if (h.key_scale)
             for (int d = 0; d < key_width; d += h.key_norm_width)
                 norm_row(key + d, h.key_scale, key + d, h.key_norm_width, h.eps, h.rounds_first, false);
-        if (!h.cos) continue;
         const Angle* cos = static_cast<const Angle*>(h.cos) + t * h.angles;
         const Angle* sin = static_cast<const Angle*>(h.sin) + t * h.angles;
-        for (int d = 0; d < query_width + key_width; d += h.head_dim)
+        for (int d = 0; h.cos && d < query_width + key_width; d += h.head_dim)
             if (h.in_pairs)
                 rotate_pairs(query + d, cos, sin, h.rotary_dim);
             else
                 rotate_halves(query + d, cos, sin, h.rotary_dim, h.angles - h.rotary_dim / 2);
+        if (h.query_factor) scale_row(query, h.query_factor[t], query, query_width);
     }
 }
 

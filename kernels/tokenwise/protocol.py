@@ -93,4 +93,5 @@ class Operations(Protocol):
         sin_TR: Tensor | None,
         rotary: Rotary,
         rotary_dim: int,
+        query_factor_T: Tensor | None,
     ) -> None: ...

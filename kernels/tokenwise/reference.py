@@ -71,12 +71,14 @@ def prepare_heads(
     sin_TR: Tensor | None,
     rotary: Rotary,
     rotary_dim: int,
+    query_factor_T: Tensor | None = None,
 ) -> None:
     """Norm and rotate the queries and keys of packed tokens, in place. What follows them in a token stays.
 
     norms       of queries and of keys, not centered; over one head or over all of them, as their scale is wide
     cos, sin    of as many numbers as are rotated, or of half as many where both halves have the same
     rotary_dim  the first of a head's numbers, which are rotated
+    query_factor_T  float32: what all queries of a token are multiplied by in the end
     """
     for first, count, norm in ((0, heads, norms[0]), (heads, kv_heads, norms[1])):
         part = qkv_TC[:, first * head_dim : (first + count) * head_dim]
@@ -85,6 +87,9 @@ def prepare_heads(
         if rotary is not Rotary.NONE:
             assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
             part.copy_(_rotated(part.unflatten(-1, (count, head_dim)), cos_TR, sin_TR, rotary, rotary_dim).flatten(-2))
+    if query_factor_T is not None:
+        queries_TC = qkv_TC[:, : heads * head_dim]
+        queries_TC.copy_(queries_TC.float() * query_factor_T.unsqueeze(1))
 
 
 def _rotated(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, rotary: Rotary, rotary_dim: int) -> Tensor:

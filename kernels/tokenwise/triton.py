@@ -140,6 +140,7 @@ def prepare_heads(
     sin_TR: Tensor | None,
     rotary: Rotary,
     rotary_dim: int,
+    query_factor_T: Tensor | None = None,
     places: Places | None = None,
 ) -> None:
     """places: if given, keys are not changed in place but put into their pages, and with them the values."""
@@ -157,6 +158,7 @@ def prepare_heads(
     query_block, key_block = heads_block(heads, head_dim, query_width), heads_block(kv_heads, head_dim, key_width)
     _kernels().prepare_heads[tokens, -(-heads // query_block) - (-kv_heads // key_block)](
         qkv_TC, view, page, offset, *(qkv_TC if norm is None else norm.scale for norm in norms), cos, sin,
+        qkv_TC if query_factor_T is None else query_factor_T,
         qkv_TC.stride(0), *(view.stride()[:3] if places else (0, 0, 0)), cos.stride(0), sin.stride(0),
         *(0.0 if norm is None else norm.eps for norm in norms),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, QUERY_BLOCK=query_block, KEY_BLOCK=key_block,
@@ -164,6 +166,7 @@ def prepare_heads(
         QUERY_ROUNDS_FIRST=norms[0] is not None and norms[0].rounds_first,
         KEY_ROUNDS_FIRST=norms[1] is not None and norms[1].rounds_first,
         **Turned.of(rotary, head_dim, rotary_dim, cos.shape[-1])._asdict(),
+        HAS_FACTOR=query_factor_T is not None,
         WRITES=places is not None, VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim),
         num_warps=heads_warps(head_dim, query_block, key_block),
     )  # fmt: skip

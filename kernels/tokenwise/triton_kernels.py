@@ -135,9 +135,9 @@ def gate(
 
 @triton.jit
 def _prepare(
-    from_ptr, to_ptr, to_head_stride, first_head, scale_ptr, cos_ptr, sin_ptr, eps,
+    from_ptr, to_ptr, to_head_stride, first_head, scale_ptr, cos_ptr, sin_ptr, factor_ptr, eps,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NORM_WIDTH: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+    NORM_WIDTH: tl.constexpr, ROUNDS_FIRST: tl.constexpr, HAS_FACTOR: tl.constexpr,
     TURNED: tl.constexpr, TURNED_PADDED: tl.constexpr, STEP: tl.constexpr,
     PARTNER: tl.constexpr, ANGLE_PARTNER: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +178,11 @@ def _prepare(
         sin_high = tl.load(sin + ANGLE_PARTNER, mask=i < TURNED, other=0.0).to(tl.float32)
         a, b = low.to(tl.float32), high.to(tl.float32)
         low, high = (a * cos_low - b * sin_low).to(low.dtype), (b * cos_high + a * sin_high).to(low.dtype)
+    if HAS_FACTOR:
+        factor = tl.load(factor_ptr)
+        low = (low.to(tl.float32) * factor).to(low.dtype)
+        high = (high.to(tl.float32) * factor).to(high.dtype)
+        rest = (rest.to(tl.float32) * factor).to(rest.dtype)
     # Where a head is changed in place, no thread may read what another has written.
     tl.debug_barrier()
     to = to_ptr + h * to_head_stride
@@ -188,7 +193,7 @@ def _prepare(
 
 @triton.jit
 def prepare_heads(
-    tokens_ptr, pages_ptr, page_ptr, offset_ptr, query_scale_ptr, key_scale_ptr, cos_ptr, sin_ptr,
+    tokens_ptr, pages_ptr, page_ptr, offset_ptr, query_scale_ptr, key_scale_ptr, cos_ptr, sin_ptr, query_factor_ptr,
     token_stride, page_stride, place_stride, head_stride, cos_token_stride, sin_token_stride, query_eps, key_eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
@@ -196,7 +201,7 @@ def prepare_heads(
     QUERY_ROUNDS_FIRST: tl.constexpr, KEY_ROUNDS_FIRST: tl.constexpr,
     TURNED: tl.constexpr, TURNED_PADDED: tl.constexpr, STEP: tl.constexpr,
     PARTNER: tl.constexpr, ANGLE_PARTNER: tl.constexpr, REST_PADDED: tl.constexpr,
-    WRITES: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, WRITES: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, blocks of query heads, then of key heads): in place. If it WRITES, keys go into their pages instead, and
     with them the values behind them."""
@@ -206,8 +211,8 @@ def prepare_heads(
     QUERY_BLOCKS: tl.constexpr = (HEADS + QUERY_BLOCK - 1) // QUERY_BLOCK
     if block < QUERY_BLOCKS:
         _prepare(
-            queries, queries, HEAD_DIM, block * QUERY_BLOCK, query_scale_ptr, cos, sin, query_eps,
-            HEADS, QUERY_BLOCK, HEAD_DIM, QUERY_NORM_WIDTH, QUERY_ROUNDS_FIRST,
+            queries, queries, HEAD_DIM, block * QUERY_BLOCK, query_scale_ptr, cos, sin, query_factor_ptr + token,
+            query_eps, HEADS, QUERY_BLOCK, HEAD_DIM, QUERY_NORM_WIDTH, QUERY_ROUNDS_FIRST, HAS_FACTOR,
             TURNED, TURNED_PADDED, STEP, PARTNER, ANGLE_PARTNER, REST_PADDED,
         )  # fmt: skip
     else:
@@ -218,8 +223,8 @@ def prepare_heads(
             to = pages_ptr + tl.load(page_ptr + token) * page_stride + tl.load(offset_ptr + token) * place_stride
             to_head_stride = head_stride
         _prepare(
-            keys, to, to_head_stride, first_head, key_scale_ptr, cos, sin, key_eps,
-            KV_HEADS, KEY_BLOCK, HEAD_DIM, KEY_NORM_WIDTH, KEY_ROUNDS_FIRST,
+            keys, to, to_head_stride, first_head, key_scale_ptr, cos, sin, query_factor_ptr,
+            key_eps, KV_HEADS, KEY_BLOCK, HEAD_DIM, KEY_NORM_WIDTH, KEY_ROUNDS_FIRST, False,
             TURNED, TURNED_PADDED, STEP, PARTNER, ANGLE_PARTNER, REST_PADDED,
         )  # fmt: skip
         if WRITES:

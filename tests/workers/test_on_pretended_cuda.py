@@ -88,7 +88,7 @@ BUDGETS: dict[str, Budget] = {
     "gemma4": Budget(1, 2, 150, 74),
     "deepseek_v3": Budget(1, 2, 90, 40),
     "mistral": Budget(1, 2, 23, 19),
-    "ministral3": Budget(1, 2, 80, 22),
+    "ministral3": Budget(1, 2, 29, 22),
     "lfm2_moe": Budget(1, 2, 39, 38),
     "qwen3_5_moe": Budget(1, 2, 79, 61),
     "mllama": Budget(1, 3, 41, 25),

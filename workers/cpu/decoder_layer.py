@@ -105,6 +105,7 @@ class FewRows:
         self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp, x_TC, self._total)
         self._add_mlp = self._sum_of(parts.after_mlp, next_norm, self._total, x_TC)
         self._rotation: Any = None  # arguments of the call that rotates heads
+        self._factor: Any = None  # of the one that multiplies queries
         # In order.
         self.steps: list[Step] = [*self._into_mixer(), *self._mixer(), self._add_mixer, *self._mlp(), self._add_mlp]
         of_attention = attention.calls if attention else ()
@@ -135,6 +136,7 @@ class FewRows:
             heads = native.prepare_heads_call(*mixer.heads[:5], dtype=self._buffers.dtype)
             heads.arguments.tokens, heads.arguments.token_stride = qkv.data_ptr(), qkv.shape[1]
             self._rotation = heads.arguments if mixer.heads.rotary else None
+            self._factor = heads.arguments if mixer.heads.query_factor else None
             yield heads
         yield from self._attention.calls
         yield self._product(mixer.out, self._attention.out, self._added)
@@ -178,6 +180,9 @@ class FewRows:
                 arguments.rows = rows
         if self._attention is not None:
             self._attention.begin_step()
+        if self._factor is not None:
+            factor_T = self._parts.mixer.heads.query_factor.of_pass(given.get("position_embeddings"))
+            self._factor.query_factor = factor_T.data_ptr()
         if self._rotation is not None and (angles := given.get("position_embeddings")) is not None:
             cos, sin = self._buffers.hold(angles)
             if cos is not self._cos:

@@ -43,6 +43,7 @@ from .fused_modules import (
     Heads,
     LayerAttention,
     LayerParts,
+    QueryFactor,
     WritingAttention,
 )
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS, ROUTERS, STREAMS, StreamsKind
@@ -68,7 +69,7 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
         return
     buffers = Buffers(attention.dtype) if operations is native else None
     takers = {
-        "attention": partial(_take_attention, attention, operations),
+        "attention": partial(_take_attention, attention, operations, {}),
         "MLP": partial(_take_mlp, operations),
         "router": partial(_take_router, routing_operations_of(device.type)),
         "streams": partial(_take_streams, stream_operations_of(device.type)),
@@ -213,7 +214,10 @@ def mixing_of(module: Any, kind: StreamsKind) -> Mixing:
 # -- the way into attention ------------------------------------------------------------------------------------------
 
 
-def _take_attention(attention: PagedAttention, operations: Operations, module: Any) -> bool:
+def _take_attention(
+    attention: PagedAttention, operations: Operations, factors: dict[Any, QueryFactor], module: Any
+) -> bool:
+    """factors: of queries, of which layers share those of the same numbers"""
     kind = _entry(ATTENTIONS, module)
     if kind is None:
         return False
@@ -232,7 +236,13 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
     if own_heads is None:
         return False
     rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
-    parts = Heads(*own_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations)
+    factor = None
+    if kind.has_query_factor:
+        numbers = query_factor_of(module)
+        if numbers is None:
+            return False
+        factor = factors.setdefault(numbers, QueryFactor(attention, *numbers))
+    parts = Heads(*own_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations, factor)
     writes = operations is on_gpu and parts.changes_anything
     _become(
         module,
@@ -243,6 +253,13 @@ def _take_attention(attention: PagedAttention, operations: Operations, module: A
         heads=parts,
     )
     return True
+
+
+def query_factor_of(module: Any) -> tuple[float, int] | None:
+    """Beta and span of `QueryFactor`, if the configuration has both."""
+    told = getattr(module.config, "rope_parameters", None) or {}
+    beta, span_tokens = (told.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    return None if beta is None or span_tokens is None else (beta, span_tokens)
 
 
 def _own_heads(module: Any, projections: Sequence[Any]) -> tuple[int, int] | None:

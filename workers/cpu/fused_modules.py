@@ -116,6 +116,25 @@ class WritingAttention(FusedAttention):
         return self.out(out_THD.flatten(1).unsqueeze(0)), None
 
 
+class QueryFactor:
+    """What queries are multiplied by, by their position: 1 + beta log(1 + floor(position / span)), as Llama 4 has it.
+
+    All layers of a pass are given the same angles, so it is computed for the first of them."""
+
+    def __init__(self, attention: PagedAttention, beta: float, span_tokens: int):
+        self._attention, self._beta, self._span_tokens = attention, beta, span_tokens
+        self._angles: Any = None
+        self._factor_T = torch.empty(0)
+
+    def of_pass(self, angles: Any) -> Tensor:
+        """[T] float32, rounded to the dtype of queries."""
+        if angles is None or angles is not self._angles or torch.compiler.is_compiling():
+            spans_T = torch.floor(self._attention.positions_T / self._span_tokens)
+            factor_T = 1 + self._beta * torch.log(1 + spans_T)
+            self._angles, self._factor_T = angles, factor_T.to(self._attention.dtype).float()
+        return self._factor_T
+
+
 class Heads(NamedTuple):
     """How queries and keys are made of the product of a token."""
 
@@ -126,12 +145,13 @@ class Heads(NamedTuple):
     rotary: Rotary
     angles_per_head: int  # numbers that are rotated, by the number of cosines
     operations: Operations
+    query_factor: QueryFactor | None = None
 
     def prepare(self, qkv_TC: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """angles: cosines and sines [1,T,R]. Returns q [T,H,D], k [T,K,D] and v [T,K,Dv], parts of `qkv_TC`."""
-        rotated = self._rotated(angles)
-        if rotated[2] or any(self.norms):
-            self.operations.prepare_heads(qkv_TC, *self[:4], *rotated)
+        rotated, factor_T = self._rotated(angles), self._factor(angles)
+        if rotated[2] or any(self.norms) or factor_T is not None:
+            self.operations.prepare_heads(qkv_TC, *self[:4], *rotated, factor_T)
         return self.split(qkv_TC)
 
     def prepare_and_write(
@@ -140,7 +160,7 @@ class Heads(NamedTuple):
     ) -> None:  # fmt: skip
         """Queries in place, keys and values into their pages: what `Backend.write` would do with them prepared."""
         places = Places(kv_view, meta.token_page, meta.token_offset)
-        on_gpu.prepare_heads(qkv_TC, *self[:4], *self._rotated(angles), places=places)
+        on_gpu.prepare_heads(qkv_TC, *self[:4], *self._rotated(angles), self._factor(angles), places)
 
     def _rotated(self, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None, Rotary, int]:
         """Cosines and sines [T,R], which numbers they rotate together, and how many."""
@@ -149,9 +169,12 @@ class Heads(NamedTuple):
         cos_TR, sin_TR = (angle[0] for angle in angles)
         return cos_TR, sin_TR, self.rotary, cos_TR.shape[-1] * self.angles_per_head
 
+    def _factor(self, angles: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        return None if self.query_factor is None else self.query_factor.of_pass(angles)
+
     @property
     def changes_anything(self) -> bool:
-        return bool(self.rotary) or any(self.norms)
+        return bool(self.rotary) or any(self.norms) or self.query_factor is not None
 
     def split(self, qkv_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T,H,D], k [T,K,D] and v [T,K,Dv], parts of `qkv_TC`."""

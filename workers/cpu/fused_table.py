@@ -233,6 +233,7 @@ class AttentionKind(NamedTuple):
     norms: tuple[str, str] | None = None  # of queries and of keys, where the layer has them
     out: str = "o_proj"
     merged: str | None = None  # queries, keys and values in one product, where they are
+    has_query_factor: bool = False  # whether its configuration has one: see `fused_modules.QueryFactor`
 
 
 QK_NORMS = "q_norm", "k_norm"
@@ -246,6 +247,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
         ),
         AttentionKind(),
     ),
+    "Ministral3Attention": AttentionKind(has_query_factor=True),
     "Phi3Attention": AttentionKind(merged="qkv_proj"),
     **dict.fromkeys(
         (

@@ -185,6 +185,26 @@ def test_heads_are_normed_and_rotated_as_the_reference_does(
     assert torch.equal(ours[:, values:], theirs[:, values:])
 
 
+@pytest.mark.parametrize("norm", [None, Norm(torch.rand(16) + 0.5, 1e-6)], ids=["", "normed"])
+@pytest.mark.parametrize("rotary", Rotary)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_are_multiplied_by_the_factor_of_their_token_in_the_end(
+    native: ModuleType, dtype: torch.dtype, rotary: Rotary, norm: Norm | None
+):
+    ours = torch.randn(5, 80).to(dtype)
+    theirs, plain = ours.clone(), ours.clone()
+    angles = torch.rand(5, 8) * 6
+    arguments = 2, 2, 16, (norm, norm), angles.cos(), angles.sin(), rotary, 8
+    factor_T = torch.tensor([1.0, 0.5, 0.75, 1.0, 0.125])
+    native.prepare_heads(ours, *arguments, factor_T)
+    reference.prepare_heads(theirs, *arguments, factor_T)
+    native.prepare_heads(plain, *arguments)
+    error = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
+    assert torch.equal(ours[:, 32:], plain[:, 32:])
+    assert torch.equal(ours[factor_T == 1], plain[factor_T == 1])
+
+
 def test_heads_within_wider_tokens_are_changed_alone(native: ModuleType):
     wide = torch.randn(3, 100)
     before = wide.clone()
@@ -247,7 +267,8 @@ def test_keys_and_values_are_in_their_pages_as_if_written_after_they_were_prepar
     angles = torch.rand(tokens, head_dim) * 6
     over = {None: (0, 0), "a head": (head_dim, head_dim), "all heads": (keys_at, kv_heads * head_dim)}[norm_over]
     queries, keys = (Norm(torch.randn(width), 1e-6, rounds_first=True) if width else None for width in over)
-    arguments = heads, kv_heads, head_dim, (queries, keys), angles.cos().to(dtype), angles.sin().to(dtype), rotary, 16
+    angles_TR = angles.cos().to(dtype), angles.sin().to(dtype)
+    arguments = heads, kv_heads, head_dim, (queries, keys), *angles_TR, rotary, 16, torch.rand(tokens)
     # A layer may own a part of each page only.
     places = Places(pages[:, :, :kv_heads], meta.token_page, meta.token_offset)
     triton.prepare_heads(ours, *arguments, places=places)

@@ -18,7 +18,7 @@ from intarsia.kernels.routing import cpu as routing
 from intarsia.kernels.streams import cpu as streams
 from intarsia.kernels.tokenwise import Activation, Gating, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
-from intarsia.workers.cpu.fused import PROJECTIONS, mixing_of
+from intarsia.workers.cpu.fused import PROJECTIONS, mixing_of, query_factor_of
 from intarsia.workers.cpu.fused_modules import (
     FusedAttention,
     FusedLayer,
@@ -27,6 +27,7 @@ from intarsia.workers.cpu.fused_modules import (
     FusedRouter,
     FusedStreams,
     Heads,
+    QueryFactor,
     tensor_of,
 )
 from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, ROUTERS, STREAMS, DecoderLayerKind, StreamsKind
@@ -174,7 +175,7 @@ def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
             return math.inf
         return max(map(error_of, heads.prepare(product.clone(), angles), attended[:3]))
 
-    least = min(map(error, heads_of(module, attended)))
+    least = min(map(error, heads_of(module, attended, seen)))
     return Finding(name, FusedAttention, least, lambda ours: error(ours.heads))
 
 
@@ -255,7 +256,7 @@ def ends_with_product(module: Any, attended: Attended, call: Call, seen: Observe
     )
 
 
-def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
+def heads_of(module: Any, attended: Attended, seen: Observer) -> Iterator[Heads]:
     """Ways in which queries and keys may have come about."""
     (_, heads, head_dim), kv_heads = attended.q_THD.shape, attended.k_TKD.shape[1]
     norms: list[tuple[Norm | None, Norm | None]] = [(None, None)]
@@ -267,8 +268,10 @@ def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
                 both = zip(norms_of(query.weight, eps), norms_of(key.weight, eps), strict=True)
                 norms = [pair for pair in both if not pair[0].is_centered]
     ways = ((Rotary.HALVES, 1), (Rotary.PAIRS, 1), (Rotary.HALVES, 2), (Rotary.NONE, 1))
-    for (rotary, angles_per_head), both in itertools.product(ways, norms):
-        yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head, native)
+    numbers = query_factor_of(module) if hasattr(module, "config") else None
+    factors = [None, *([] if numbers is None else [QueryFactor(seen.model.attention, *numbers)])]
+    for (rotary, angles_per_head), both, factor in itertools.product(ways, norms, factors):
+        yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head, native, factor)
 
 
 def layer_found(name: str, module: Any, seen: Observer) -> Finding | None:

@@ -42,7 +42,7 @@ FUSED = {  # attention, MLPs, norms, layers
     "jamba": (1, 2, 18, 4), "minimax": (1, 0, 12, 0), "lfm2": (1, 4, 9, 4), "qwen3_next": (0, 4, 11, 4),
     "qwen3_5": (0, 4, 11, 4), "gemma3n": (0, 4, 54, 0), "gemma4_e": (0, 6, 42, 0), "gemma4": (0, 4, 37, 0),
     "deepseek_v3": (0, 3, 13, 3), "deepseek_v32": (0, 3, 13, 3), "glm_moe_dsa": (0, 4, 17, 0),
-    "mistral": (3, 3, 7, 3), "ministral3": (0, 3, 7, 3), "mllama": (2, 4, 13, 2), "lfm2_moe": (1, 1, 9, 4),
+    "mistral": (3, 3, 7, 3), "ministral3": (3, 3, 7, 3), "mllama": (2, 4, 13, 2), "lfm2_moe": (1, 1, 9, 4),
     "qwen3_5_moe": (0, 4, 11, 4), "kimi_linear": (0, 4, 10, 4), "ling3": (0, 4, 10, 4),
     "recurrent_gemma": (0, 6, 13, 0), "mamba": (0, 0, 4, 0), "zaya": (0, 0, 13, 0), "qwen2": (4, 4, 9, 4),
     "qwen3_moe": (3, 1, 7, 3), "mixtral": (3, 0, 7, 3), "phi3": (3, 3, 7, 3), "olmo2": (3, 3, 7, 3),
