@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no
 SMALL = "toolchain/calls"
 """The library that is compiled soonest."""
 
+KERNELS = Path(cpp.__file__).parents[1]
+
 PLAIN = Needs(torch.float32, heads=8, kv_heads=2, key_dim=64, value_dim=64)
 
 
@@ -29,6 +31,13 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cpp.library.cache_clear()
     yield tmp_path
     cpp.library.cache_clear()
+
+
+@pytest.mark.parametrize("source", sorted(KERNELS.glob("*/*.cpp")), ids=lambda source: source.stem)
+def test_every_library_compiles(source: Path):
+    """Elsewhere, tests of a library that does not compile are skipped."""
+    found = cpp.library(f"{source.parent.name}/{source.stem}")
+    assert isinstance(found, ctypes.CDLL), found
 
 
 def test_a_library_is_compiled_once_and_kept(fresh: Path, monkeypatch: pytest.MonkeyPatch):
