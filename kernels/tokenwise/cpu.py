@@ -83,6 +83,7 @@ def _run(call: Call) -> None:
 def normed(x: Tensor, norm: Norm, dtype: torch.dtype | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype or x.dtype)
+    # Not by `add_norm_call`: norms of layers that are in no list come one by one, dozens in a step.
     width, kinds = x.shape[-1], (cpp.KINDS[out.dtype], cpp.KINDS[x.dtype])
     tensors = x.data_ptr(), None, None, out.data_ptr()
     arguments = _AddNorm(*tensors, x.numel() // width, _NO_NORM, _norm(norm), 1.0, width, *kinds)

@@ -18,7 +18,7 @@ from ...kernels.tokenwise import cpu as native
 from ...kernels.toolchain.calls import Call, CallList
 from ...kernels.toolchain.huge_pages import LASTING
 from .attention_calls import AttentionCalls
-from .fused_modules import FusedLayer, FusedMLP, LayerParts, tensor_of
+from .fused_modules import FusedLayer, FusedMLP, Heads, LayerParts, tensor_of
 
 MOST_FEW_ROWS = 512
 """Beyond, what lies between the calls would take much memory. In one list they take a fifth less time for 128 rows, a
@@ -104,8 +104,7 @@ class FewRows:
         # Sums, which norm for what comes next.
         self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp, x_TC, self._total)
         self._add_mlp = self._sum_of(parts.after_mlp, next_norm, self._total, x_TC)
-        self._rotation: Any = None  # arguments of the call that rotates heads
-        self._factor: Any = None  # of the one that multiplies queries
+        self._prepare: Any = None  # arguments of the call that prepares heads
         # In order.
         self.steps: list[Step] = [*self._into_mixer(), *self._mixer(), self._add_mixer, *self._mlp(), self._add_mlp]
         of_attention = attention.calls if attention else ()
@@ -135,8 +134,7 @@ class FewRows:
         if mixer.heads.changes_anything:
             heads = native.prepare_heads_call(*mixer.heads[:5], dtype=self._buffers.dtype)
             heads.arguments.tokens, heads.arguments.token_stride = qkv.data_ptr(), qkv.shape[1]
-            self._rotation = heads.arguments if mixer.heads.rotary else None
-            self._factor = heads.arguments if mixer.heads.query_factor else None
+            self._prepare = heads.arguments
             yield heads
         yield from self._attention.calls
         yield self._product(mixer.out, self._attention.out, self._added)
@@ -180,19 +178,23 @@ class FewRows:
                 arguments.rows = rows
         if self._attention is not None:
             self._attention.begin_step()
-        if self._factor is not None:
-            factor_T = self._parts.mixer.heads.query_factor.of_pass(given.get("position_embeddings"))
-            self._factor.query_factor = factor_T.data_ptr()
-        if self._rotation is not None and (angles := given.get("position_embeddings")) is not None:
-            cos, sin = self._buffers.hold(angles)
-            if cos is not self._cos:
-                self._set_angles(cos, sin)
+        if self._prepare is not None:
+            self._set_angles(given.get("position_embeddings"))
 
-    def _set_angles(self, cos_TR: Tensor, sin_TR: Tensor) -> None:
-        self._cos, arguments, count = cos_TR, self._rotation, cos_TR.shape[-1]
+    def _set_angles(self, angles: Angles | None) -> None:
+        """What the call that prepares heads is to know of positions."""
+        heads: Heads = self._parts.mixer.heads
+        if heads.query_factor is not None:
+            self._prepare.query_factor = heads.query_factor.of_pass(angles).data_ptr()
+        if not heads.rotary or angles is None:
+            return
+        cos_TR, sin_TR = self._buffers.hold(angles)
+        if cos_TR is self._cos:
+            return
+        self._cos, arguments, count = cos_TR, self._prepare, cos_TR.shape[-1]
         arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
         arguments.angle_kind = native.angle_kind(cos_TR, self._buffers.dtype)
-        arguments.angles, arguments.rotary_dim = count, count * self._parts.mixer.heads.angles_per_head
+        arguments.angles, arguments.rotary_dim = count, count * heads.angles_per_head
 
     def _call_mixer(self) -> None:
         x_BTC = self._mixer_input[: self._rows].unsqueeze(0)

@@ -216,7 +216,7 @@ class _RoutingWeight(Tensor):
     """A weight that torch's `linear` multiplies by our product; anything else sees the numbers as they are."""
 
     plain: Tensor
-    packed: dict[torch.dtype, Weights]
+    packed: Weights | None  # once it was multiplied with
     converted: dict[Any, Any]  # by what was asked for
     ways: _Ways
 
@@ -224,7 +224,7 @@ class _RoutingWeight(Tensor):
     def of(cls, weight: Tensor, ways: _Ways) -> "_RoutingWeight":
         plain = weight.detach()
         routing: Any = plain.as_subclass(cls)
-        routing.plain, routing.packed, routing.converted, routing.ways = plain, {}, {}, ways
+        routing.plain, routing.packed, routing.converted, routing.ways = plain, None, {}, ways
         return routing
 
     @classmethod
@@ -249,10 +249,10 @@ class _RoutingWeight(Tensor):
         return self.converted[asked]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.dtype not in self.packed:
+        if self.packed is None:
             weight = self.plain.unsqueeze(0)
-            self.packed[self.dtype] = self.ways.products.weights(weight, None if bias is None else bias.unsqueeze(0))
-        logits = self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
+            self.packed = self.ways.products.weights(weight, None if bias is None else bias.unsqueeze(0))
+        logits = self.packed.product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
         return logits.as_subclass(_RoutingLogits) if self.ways.tokenwise is native else logits
 
 

@@ -44,7 +44,8 @@ def seed() -> None:
 def test_norms_are_the_reference(
     native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], ways: tuple[bool, bool]
 ):
-    x = (torch.randn(shape) * 3 + 2).to(dtype)
+    _, is_centered = ways
+    x = (torch.randn(shape) * 3 + 2 * is_centered).to(dtype)
     norm = Norm(torch.randn(shape[-1]), 1e-6, *ways)
     close(native.normed(x, norm), reference.normed(x, norm))
 
@@ -56,17 +57,18 @@ def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference(native: Mo
     close(native.normed(heads * 1e-4, norm), reference.normed(heads * 1e-4, norm))
 
 
+@pytest.mark.parametrize("is_centered", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("norms", ["neither", "after", "before", "both"])
 @pytest.mark.parametrize("shape", [(1, 16), (1, 7, 40), (0, 8), (600, 256)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_with_norms_around_them_are_the_reference(
-    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], norms: str, scale: float
+    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], norms: str, scale: float, is_centered: bool
 ):
     x, added = (torch.randn(shape).to(dtype) for _ in range(2))
     after, before = (
-        Norm(torch.randn(shape[-1]), 1e-6, *ways) if norms in (name, "both") else None
-        for name, ways in (("after", (True, False)), ("before", (False, True)))
+        Norm(torch.randn(shape[-1]), 1e-6, rounds_first, is_centered) if norms in (name, "both") else None
+        for name, rounds_first in (("after", True), ("before", False))
     )
     kept = x.clone(), added.clone()
     ours = native.add_norm(x, added, after, before, scale)
@@ -185,7 +187,7 @@ def test_heads_are_normed_and_rotated_as_the_reference_does(
     assert torch.equal(ours[:, values:], theirs[:, values:])
 
 
-@pytest.mark.parametrize("norm", [None, Norm(torch.rand(16) + 0.5, 1e-6)], ids=["", "normed"])
+@pytest.mark.parametrize("norm", [None, Norm(torch.linspace(0.5, 1.5, 16), 1e-6)], ids=["", "normed"])
 @pytest.mark.parametrize("rotary", Rotary)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_are_multiplied_by_the_factor_of_their_token_in_the_end(
@@ -253,9 +255,10 @@ needs_triton = pytest.mark.skipif(not triton.is_available(), reason="there is no
 @pytest.mark.parametrize("norm_over", [None, "a head", "all heads"])
 @pytest.mark.parametrize("rotary", Rotary)
 @pytest.mark.parametrize("value_dim", [16, 12])
+@pytest.mark.parametrize("has_factor", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_are_in_their_pages_as_if_written_after_they_were_prepared(
-    dtype: torch.dtype, value_dim: int, rotary: Rotary, norm_over: str | None
+    dtype: torch.dtype, value_dim: int, rotary: Rotary, norm_over: str | None, has_factor: bool
 ):
     tokens, heads, kv_heads, head_dim = 5, 6, 3, 16
     keys_at, values_at = heads * head_dim, (heads + kv_heads) * head_dim
@@ -268,11 +271,12 @@ def test_keys_and_values_are_in_their_pages_as_if_written_after_they_were_prepar
     over = {None: (0, 0), "a head": (head_dim, head_dim), "all heads": (keys_at, kv_heads * head_dim)}[norm_over]
     queries, keys = (Norm(torch.randn(width), 1e-6, rounds_first=True) if width else None for width in over)
     angles_TR = angles.cos().to(dtype), angles.sin().to(dtype)
-    arguments = heads, kv_heads, head_dim, (queries, keys), *angles_TR, rotary, 16, torch.rand(tokens)
+    arguments = heads, kv_heads, head_dim, (queries, keys), *angles_TR, rotary, 16
+    factor_T = torch.rand(tokens) if has_factor else None
     # A layer may own a part of each page only.
     places = Places(pages[:, :, :kv_heads], meta.token_page, meta.token_offset)
-    triton.prepare_heads(ours, *arguments, places=places)
-    reference.prepare_heads(theirs, *arguments)
+    triton.prepare_heads(ours, *arguments, factor_T, places)
+    reference.prepare_heads(theirs, *arguments, factor_T)
     k_TKD, v_TKD = (
         part.unflatten(1, (kv_heads, -1)) for part in theirs[:, keys_at:].tensor_split((kv_heads * head_dim,), dim=1)
     )
