@@ -18,10 +18,11 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-KNOWN_VERSION = "3.9."
-"""Of Triton. Another one is left as it is."""
+KNOWN_VERSIONS = "3.7.", "3.8.", "3.9."
+"""Of Triton. Others are left as they are."""
 
 _numbers_type = interpreter._get_np_dtype
+_make_agree = TritonSemantic.binary_op_type_checking_impl
 _make_broadcast = TritonSemantic.broadcast_impl_value
 _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _patch_language = interpreter._patch_lang
@@ -30,6 +31,11 @@ _block_types: dict[Any, tuple[Any, int, str]] = {}  # element, shape -> what a t
 _members: dict[int, list[tuple[str, Any]]] = {}  # what the interpreter puts in place of a module's builtins
 _languages: dict[int, frozenset[int]] = {}  # by the names that a function sees: which modules of the language
 _taken: set[int] = set()  # of these, those that the interpreter has taken over in this launch
+_AS_THEY_ARE = {int, bool, float, str, type(None), core.tensor, core.dtype, core.pointer_type, core.block_type}
+_PLAIN = core.int8, core.int16, core.int32, core.int64, core.uint8, core.uint16, core.uint32, core.uint64, core.float32
+_PLAIN_NAMES = frozenset(each.name for each in _PLAIN)
+"""Kinds of numbers whose results are of the same kind, whatever is done with two of them, or with one and a number."""
+
 _BUILTIN = core.builtin(lambda _semantic=None: None).__code__
 
 
@@ -39,13 +45,14 @@ _BUILTIN = core.builtin(lambda _semantic=None: None).__code__
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     if type(element_ty) is not core.dtype:  # these cannot be looked up
         _make_block_type(self, element_ty, shape)
+        self.sizes = tuple(self.shape.values)
         return
     sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
     key = element_ty, sizes
     if key not in _block_types:
         _make_block_type(self, element_ty, shape)
         _block_types[key] = self.shape, self.numel, self.name
-    self.element_ty = element_ty
+    self.element_ty, self.sizes = element_ty, sizes
     self.shape, self.numel, self.name = _block_types[key]
 
 
@@ -57,7 +64,7 @@ def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape_of(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _shape_of(type.sizes)
 
 
 _tuples_are_equal = core.tuple.__eq__
@@ -80,8 +87,15 @@ def _numbers_type_of(of: Any) -> Any:
     return _scalar_numbers_type(of) if type(of) is core.dtype else _numbers_type(of)
 
 
+_dtypes_are_equal = core.dtype.__eq__
+
+
+def _dtypes_equal(self: Any, other: Any) -> bool:
+    return self is other or _dtypes_are_equal(self, other)
+
+
 def _unwrap(value: Any) -> Any:
-    if type(value) is int:
+    if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, core.constexpr):
         return value.value
@@ -94,12 +108,78 @@ def _unwrap(value: Any) -> Any:
     return value
 
 
-def _broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-    """Tensors of one shape are left as they are, which they mostly are."""
-    is_block = left.type.is_block()
-    if is_block == right.type.is_block() and (not is_block or left.type.shape.values == right.type.shape.values):
+@cache
+def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Of two tensors with as many dimensions, one of which is spread; None for others, and where Triton refuses."""
+    if len(left) != len(right):
+        return None
+    pairs = list(zip(left, right, strict=True))
+    sizes = tuple([max(pair) for pair in pairs])
+    return sizes if sizes in (left, right) and all(1 in pair or len({*pair}) == 1 for pair in pairs) else None
+
+
+def _broadcast(self: Any, left: Any, right: Any, spread: Callable[[Any, Any], Any] | None = None) -> tuple[Any, Any]:
+    """Tensors of one shape are left as they are, which they mostly are.
+
+    spread: gives a handle the numbers that its type of so many places has
+    """
+    spread = spread or _spread
+    ours, theirs = left.type.sizes, right.type.sizes
+    if ours == theirs:
         return left, right
-    return _make_broadcast(self, left, right)
+    sizes = ours if not theirs else theirs if not ours else _common_sizes(ours, theirs)
+    if sizes is None:
+        return _make_broadcast(self, left, right)
+    return tuple([each if each.type.sizes == sizes else _of_sizes(each, sizes, spread) for each in (left, right)])
+
+
+def _spread(handle: Any, type: Any) -> Any:
+    return interpreter.TensorHandle(np.broadcast_to(handle.data, type.sizes), handle.dtype)
+
+
+def _as_it_is(handle: Any, type: Any) -> Any:
+    """Where numpy spreads it itself, since the other operand has all places."""
+    return handle
+
+
+def _of_sizes(tensor: Any, sizes: tuple[int, ...], spread: Callable[[Any, Any], Any]) -> Any:
+    type = core.block_type(tensor.dtype, list(sizes))
+    return core.tensor(spread(tensor.handle, type), type)
+
+
+def _agree(
+    self: Any,
+    left: Any,
+    right: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Both of one kind of numbers and of one shape. Two of the same plain kind have it already."""
+    if type(left) is core.tensor is type(right):
+        if left.dtype is right.dtype and left.dtype.name in _PLAIN_NAMES:
+            return _broadcast(self, left, right, _as_it_is)
+    elif arithmetic_check and type(left) is core.tensor and _takes(left.dtype, right):
+        return _broadcast(self, left, self.scalar_constant(right, dtype=left.dtype), _as_it_is)
+    elif arithmetic_check and type(right) is core.tensor and _takes(right.dtype, left):
+        return _broadcast(self, self.scalar_constant(left, dtype=right.dtype), right, _as_it_is)
+    return _make_agree(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _takes(dtype: Any, number: Any) -> bool:
+    """Whether a number of Python becomes one of that kind beside a tensor of it, and can."""
+    if dtype is core.float32:
+        return type(number) in (int, float)
+    if dtype.name not in _PLAIN_NAMES or type(number) is not int:
+        return False
+    least, most = _range_of(dtype)
+    return least <= number <= most
+
+
+@cache
+def _range_of(dtype: Any) -> tuple[int, int]:
+    return dtype.get_int_min_value(), dtype.get_int_max_value()
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -110,6 +190,8 @@ _multiply_tiles = interpreter.InterpreterBuilder.create_dot
 
 
 def _rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
+    if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+        return interpreter.TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
     if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
         return _cast(self, src, dst_type)
     # To the nearest; of two that are as near, to the even one. What is no number stays none.
@@ -181,11 +263,14 @@ def install() -> None:
     """For this process. Before a program of Triton is run."""
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter.InterpreterBuilder.create_dot = _multiply_numbers
-    if not triton.__version__.startswith(KNOWN_VERSION):
+    if not triton.__version__.startswith(KNOWN_VERSIONS):
         return
     tl.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
     core._unwrap_if_constexpr = _unwrap
+    core.dtype.sizes = ()  # pyright: ignore[reportAttributeAccessIssue]
+    core.dtype.__eq__ = _dtypes_equal  # pyright: ignore[reportAttributeAccessIssue]
+    TritonSemantic.binary_op_type_checking_impl = _agree  # pyright: ignore[reportAttributeAccessIssue]
     TritonSemantic.broadcast_impl_value = _broadcast  # pyright: ignore[reportAttributeAccessIssue]
     TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize  # pyright: ignore[reportAttributeAccessIssue]
     interpreter._get_np_dtype = _numbers_type_of

@@ -23,6 +23,7 @@ from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.settings.limits import Limits
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
 from intarsia.proto.step import Step, StepResult
@@ -210,7 +211,7 @@ async def served(model: Path, scenario: Callable[[Served], Awaitable[Route]]) ->
     loop = asyncio.create_task(engine.run())
     door = EngineServer(engine)
     client = await EngineClient.connect(await door.start("127.0.0.1"))
-    server = GrpcServer(FrontEnd(client, None))
+    server = GrpcServer(FrontEnd(client, None, limits=Limits(unread_timeout_s=3600)))  # a slow test is not looked after
     try:
         async with grpc.aio.insecure_channel(await server.start(port=0)) as channel:
             return await asyncio.wait_for(scenario(Served(engine, workers, pb_grpc.InferenceStub(channel))), 60)

@@ -402,7 +402,8 @@ def test_a_square_and_its_requests_row_are_chosen_together_by_keyboard(console: 
     assert chosen and page.evaluate("chosen") == int(chosen)
     page.keyboard.press("Escape")
     assert page.locator("#requests tr.chosen").count() == 0
-    row = page.locator("#requests tr[data-id]").nth(1)
+    holders = page.evaluate("[...new Set(places.pages.flatMap(([a, n]) => [...holdersOf(a, n)]))]")
+    row = page.locator(f"#requests tr[data-id='{holders[-1]}']")  # one that has just come holds no page yet
     row.focus()
     before = page.evaluate("document.querySelector('#pool').toDataURL()")
     page.keyboard.press("Enter")

@@ -2,7 +2,9 @@
 and a frame takes any mixture of rows."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,7 +107,15 @@ TAKE_LONG = "slopes", "odd heads"
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in TAKE_LONG else []) for name in SCENES])
 def sight(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sight:
     cut_short(monkeypatch)
-    return Sight(SCENES[request.param])
+    seen = copy(_seen(request.param))
+    seen.backend = TritonBackend()
+    return seen
+
+
+@cache
+def _seen(scene: str) -> Sight:
+    """Once for all tests of a scene: none changes what lies in its pages."""
+    return Sight(SCENES[scene])
 
 
 def test_a_row_has_the_same_bits_alone_in_a_decode_step_and_in_a_mixed_one(sight: Sight):
