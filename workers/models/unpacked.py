@@ -192,6 +192,8 @@ class _Reading:
             return stored.contiguous().view(torch.uint8), None
         if dim == 1 and packed.bits == 4 and not packed.order:
             return stored.contiguous().view(torch.uint8)[: self._rows, : self._columns // 2], None
+        if dim == 0 and stored.dtype == torch.int32 and packed.bits == 4 and self._columns % 2 == 0:
+            return pairs_in_words(stored, packed.order)[: self._rows, : self._columns // 2].contiguous(), None
         if stored.itemsize == 1:
             opened = in_pairs_of_rows(stored)
         else:
@@ -250,6 +252,18 @@ def in_words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tens
             integers |= words[..., word + 1] << (WORD_BITS - place)
         opened[..., number] = integers & ((1 << bits) - 1)
     return opened.flatten(-2).movedim(-1, dim)
+
+
+def pairs_in_words(words: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The integers of 4 bits in words along rows, two columns in a byte as `Codes` has them: a byte at a time, which
+    takes a fifth of the time of `in_words`.
+
+    words: int32 [N/8,K], turned, as AWQ has them. order: as there. Returns uint8 [N,K/2]
+    """
+    by_columns = words.T.clone(memory_format=torch.contiguous_format).view(torch.uint8).unflatten(1, (-1, 4))
+    even, odd = by_columns[::2], by_columns[1::2]
+    pairs = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 0xF0), dim=-1).flatten(2)  # [K/2,N/8,8]
+    return (pairs[..., list(order)] if order else pairs).flatten(1).T
 
 
 def in_pairs_of_rows(pairs: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from intarsia.kernels.products import CodesLinear, IntegerCodesLinear, NativeCodesLinear
+from intarsia.kernels.products.codes import CodeKind, in_fewer_bits
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
@@ -19,7 +20,7 @@ from intarsia.tests.packing import FORMATS, RARE_FORMATS, Format, make_twins
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.checkpoint.packed.formats import Packed
 from intarsia.workers.models.load import load_model
-from intarsia.workers.models.unpacked import Unpacked
+from intarsia.workers.models.unpacked import Unpacked, in_words, pairs_in_words
 from intarsia.workers.tensor_parallel import TensorParallel
 
 EVERY_FORMAT = {**FORMATS, **RARE_FORMATS}
@@ -40,6 +41,18 @@ def weight_of(
     packed = checkpoint.packed.weights["proj.weight"]
     assert isinstance(packed, Packed)
     return Unpacked(checkpoint, packed, torch.float32), plain
+
+
+@pytest.mark.parametrize("order", [(), (0, 4, 1, 5, 2, 6, 3, 7), (7, 1, 0, 6, 2, 4, 3, 5)])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("words, columns", [(1, 2), (3, 10), (5, 64)])
+def test_pairs_of_integers_in_words_are_those_that_are_opened_one_by_one(
+    words: int, columns: int, is_cut: bool, order: tuple[int, ...]
+):
+    stored = torch.randint(-(2**31), 2**31, (columns, 9), generator=torch.Generator().manual_seed(2)).int()
+    some = stored[:, 4 : 4 + words] if is_cut else stored[:, :words].contiguous()
+    opened, _ = in_fewer_bits(CodeKind.INT4, in_words(some.T, 0, 4, order))
+    assert torch.equal(pairs_in_words(some.T, order), opened)
 
 
 @pytest.mark.parametrize("name", EVERY_FORMAT)
