@@ -118,21 +118,6 @@ def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, .
     return sizes if sizes in (left, right) and all(1 in pair or len({*pair}) == 1 for pair in pairs) else None
 
 
-def _broadcast(self: Any, left: Any, right: Any, spread: Callable[[Any, Any], Any] | None = None) -> tuple[Any, Any]:
-    """Tensors of one shape are left as they are, which they mostly are.
-
-    spread: gives a handle the numbers that its type of so many places has
-    """
-    spread = spread or _spread
-    ours, theirs = left.type.sizes, right.type.sizes
-    if ours == theirs:
-        return left, right
-    sizes = ours if not theirs else theirs if not ours else _common_sizes(ours, theirs)
-    if sizes is None:
-        return _make_broadcast(self, left, right)
-    return tuple([each if each.type.sizes == sizes else _of_sizes(each, sizes, spread) for each in (left, right)])
-
-
 def _spread(handle: Any, type: Any) -> Any:
     return interpreter.TensorHandle(np.broadcast_to(handle.data, type.sizes), handle.dtype)
 
@@ -140,6 +125,20 @@ def _spread(handle: Any, type: Any) -> Any:
 def _as_it_is(handle: Any, type: Any) -> Any:
     """Where numpy spreads it itself, since the other operand has all places."""
     return handle
+
+
+def _broadcast(self: Any, left: Any, right: Any, spread: Callable[[Any, Any], Any] = _spread) -> tuple[Any, Any]:
+    """Tensors of one shape are left as they are, which they mostly are.
+
+    spread: gives a handle the numbers that its type of so many places has
+    """
+    ours, theirs = left.type.sizes, right.type.sizes
+    if ours == theirs:
+        return left, right
+    sizes = ours if not theirs else theirs if not ours else _common_sizes(ours, theirs)
+    if sizes is None:
+        return _make_broadcast(self, left, right)
+    return tuple([each if each.type.sizes == sizes else _of_sizes(each, sizes, spread) for each in (left, right)])
 
 
 def _of_sizes(tensor: Any, sizes: tuple[int, ...], spread: Callable[[Any, Any], Any]) -> Any:
