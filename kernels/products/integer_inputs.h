@@ -52,6 +52,8 @@ struct Inputs {
     Inputs(int64_t rows, int64_t columns, int64_t runs)
         : row_bytes(((columns + LINE_BYTES - 1) / LINE_BYTES | 1) * LINE_BYTES), runs(runs), bytes(rows * row_bytes),
           of_runs(new RunInputs[rows * runs]) {}
+
+    const int8_t* bytes_of(int64_t row, int64_t column) const { return bytes.data() + row * row_bytes + column; }
 };
 
 // Returns the scale. What is not finite makes it so.

@@ -19,12 +19,11 @@
 namespace {
 
 constexpr int BLOCK_BYTES = BLOCK / 4 * QUAD_BYTES;  // opened
-constexpr int AHEAD_BYTES = 4096;                    // what is fetched while codes of eight bits are multiplied
 constexpr int OPENED_BLOCKS = 8;                     // of a panel: 16 KiB, which stay in the first cache
 
 // -- a weight ----------------------------------------------------------------------------------------------------------
 
-// Calls `what` with an integer constant: the kind of codes.
+// Calls `what` with an integer constant: the kind of codes, which is none of eight bits.
 template <class Function>
 void with_code_kind(int kind, Function what) {
     switch (kind) {
@@ -34,8 +33,7 @@ void with_code_kind(int kind, Function what) {
         case INT6: return what(std::integral_constant<int, INT6>());
         case INT2: return what(std::integral_constant<int, INT2>());
         case INT3: return what(std::integral_constant<int, INT3>());
-        case IQ4: return what(std::integral_constant<int, IQ4>());
-        default: return what(std::integral_constant<int, UINT8>());
+        default: return what(std::integral_constant<int, IQ4>());
     }
 }
 
@@ -70,7 +68,7 @@ struct Room {
     Lines<float> zero, scale, least, sums;
     ByteTiles tiles;
 
-    // Blocks [from, to) of a panel, with what a product needs.
+    // Blocks [from, to) of a panel.
     Part part(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
         const Codes& a = weight.codes;
         const int64_t first_run = from * weight.runs_of_block();
@@ -78,7 +76,7 @@ struct Room {
         const int64_t group_runs = a.columns / weight.run_columns, place = first_run + a.offset / weight.run_columns;
         const int64_t first = place / group_runs, groups = (place + runs - 1) / group_runs + 1 - first;
         load_scales_of_groups(a, panel, first, groups);
-        return {open(weight, panel, from, to), first_run, runs, group_runs, place % group_runs, to == weight.blocks,
+        return {first_run, runs, group_runs, place % group_runs, to == weight.blocks,
                 a.zero != nullptr, a.least != nullptr, zero.data(), scale.data(), least.data()};
     }
 
@@ -120,17 +118,51 @@ void scale_rows(const Weight& weight, int64_t panel, int64_t rows, float* sums) 
         }
 }
 
+// Blocks [from, to) of a panel meet one row, which opens them on the way.
+void meet_one_row(const Weight& weight, int64_t panel, int64_t from, const Part& part, const Inputs& x, int64_t row,
+                  const Sums& sums) {
+    with_code_kind(weight.codes.code_kind, [&](auto kind) {
+        BlockOfCodes<kind()> codes(weight.codes, weight.blocks, panel, from);
+        add_rows(part, x, row, 1, sums, [&](Runs& runs) {
+            const int8_t* bytes = x.bytes_of(row, runs.first * weight.run_columns);
+            if (weight.run_columns == BLOCK)
+                sum_one_row<kind(), BLOCK_QUADS>(codes, bytes, runs);
+            else
+                sum_one_row<kind(), BLOCK_QUADS / 2>(codes, bytes, runs);
+        });
+    });
+}
+
+// They meet some rows. opened: their codes; is_read: from memory; tiles: or null, where vectors multiply
+void meet_rows(const Weight& weight, const uint8_t* opened, bool is_read, const Part& part, const Inputs& x, int64_t row,
+               int rows, const Sums& sums, ByteTiles* tiles) {
+    const int run_bytes = weight.run_columns / 4 * QUAD_BYTES;
+    add_rows(part, x, row, rows, sums, [&](Runs& runs) {
+        const uint8_t* codes = opened + (runs.first - part.first_run) * run_bytes;
+        const Meeting here{codes, x.bytes_of(row, runs.first * weight.run_columns), x.row_bytes, is_read};
+#if HAS_BYTE_TILES
+        if (tiles) return sum_in_tiles(rows, weight.run_columns, here, runs, *tiles);
+#endif
+        sum_in_vectors(rows, weight.run_columns, most_of(weight.codes.code_kind), here, runs);
+    });
+}
+
 template <class T>
 void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work& work, Room& room) {
     const int64_t first = work.first, rows = work.last - first, at = work.group * panels_of(a) + work.panel;
     room.sums.assign(2 * rows * OUTPUTS, 0.0f);
-    float* total = room.sums.data();
-    float* of_group = total + rows * OUTPUTS;
+    const Sums all{room.sums.data(), room.sums.data() + rows * OUTPUTS};
     const bool is_in_tiles = in_tiles(rows);
-    const int most = is_in_tiles ? TILE : MOST_ROWS;
+    const int most = is_in_tiles ? MOST_TOGETHER : MOST_ROWS;
     const int64_t blocks = (rows + most - 1) / most;  // of rows, of nearly equal size
     for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
-        const Part part = room.part(weight, at, from, std::min(weight.blocks, from + OPENED_BLOCKS));
+        const int64_t to = std::min(weight.blocks, from + OPENED_BLOCKS);
+        const Part part = room.part(weight, at, from, to);
+        if (rows == 1 && !weight.is_of_8_bits) {
+            meet_one_row(weight, at, from, part, x, first, all);
+            continue;
+        }
+        const uint8_t* opened = room.open(weight, at, from, to);
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t begin = b * rows / blocks;
             const int here = int((b + 1) * rows / blocks - begin);
@@ -138,19 +170,12 @@ void do_work(const Product& a, const Weight& weight, const Inputs& x, const Work
             // fetches by itself.
             const bool is_in_a_line = !is_in_tiles && blocks == 1 && most_vectors(here) == STEP_LANES;
             const bool is_read = weight.is_of_8_bits && b == 0 && !is_in_a_line;
-            const Sums sums{total + begin * OUTPUTS, of_group + begin * OUTPUTS};
-#if HAS_BYTE_TILES
-            if (is_in_tiles) {
-                rows_in_tiles(here, weight.run_columns, part, x, first + begin, sums, is_read ? AHEAD_BYTES : 0, room.tiles);
-                continue;
-            }
-#endif
-            const uint8_t* ahead = is_read ? part.opened + part.runs * weight.run_columns / 4 * QUAD_BYTES : nullptr;
-            some_rows(here, weight.run_columns, weight.is_wide, part, x, first + begin, sums, ahead);
+            const Sums sums{all.total + begin * OUTPUTS, all.group + begin * OUTPUTS};
+            meet_rows(weight, opened, is_read, part, x, first + begin, here, sums, is_in_tiles ? &room.tiles : nullptr);
         }
     }
-    if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);
-    write_rows<T>(a, work, first, rows, total);
+    if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, all.total);
+    write_rows<T>(a, work, first, rows, all.total);
 }
 
 template <class T>
@@ -166,12 +191,12 @@ void product(const Product& a) {
 // Columns of a part of the panel's n-th row, as `Codes.numbers` computes them: out [count]. groups: of each 16 columns,
 // which of the part's groups they are of.
 template <class T>
-void write_numbers(const Weight& weight, const Part& part, const int* groups, const float* factor, int n, T* out,
-                   int64_t count) {
+void write_numbers(const Weight& weight, const Part& part, const uint8_t* opened, const int* groups, const float* factor,
+                   int n, T* out, int64_t count) {
     typedef uint8_t Few __attribute__((vector_size(LANES)));
     typedef int32_t Quads __attribute__((vector_size(LANES)));
     typedef int32_t Wide __attribute__((vector_size(4 * LANES)));
-    const uint8_t* opened = part.opened + n * 4;
+    opened += n * 4;
     const float half = weight.codes.code_kind == E2M1 ? 0.5f : 1.0f;
     for (int64_t from = 0; from < count; from += LANES, groups++, opened += LANES / 4 * QUAD_BYTES) {
         int32_t quad[LANES / 4];
@@ -206,12 +231,14 @@ void write_rows_of_panel(const Product& a, const Weight& weight, const int64_t* 
     const float* factor = a.codes.factor ? a.codes.factor + panel * OUTPUTS : nullptr;
     int groups[OPENED_BLOCKS * BLOCK / LANES];
     for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
-        const Part part = room.part(weight, panel, from, std::min(weight.blocks, from + OPENED_BLOCKS));
+        const int64_t to = std::min(weight.blocks, from + OPENED_BLOCKS);
+        const Part part = room.part(weight, panel, from, to);
+        const uint8_t* opened = room.open(weight, panel, from, to);
         const int64_t first = from * BLOCK, columns = std::min<int64_t>(OPENED_BLOCKS * BLOCK, a.depth - first);
         for (int64_t k = 0; k < columns; k += LANES)
             groups[k / LANES] = int((part.run_in_group + k / weight.run_columns) / part.group_runs);
         for (int64_t r = 0; r < count; r++)
-            write_numbers(weight, part, groups, factor, int(rows[r] % OUTPUTS), out + r * a.depth + first, columns);
+            write_numbers(weight, part, opened, groups, factor, int(rows[r] % OUTPUTS), out + r * a.depth + first, columns);
     }
 }
 

@@ -1,5 +1,6 @@
-// Rows of inputs meet some of a panel's codes: whole numbers of each run are scaled, and added up in float32. In vectors, or,
-// where the processor has them, in matrix units: the results have the same bits.
+// Rows of inputs meet some of a panel's codes: whole numbers of each run are scaled, and added up in float32. Whole numbers
+// are summed in one of three ways, whose results are the same: of one row, of a few in vectors, or, where the processor has
+// them, in matrix units.
 
 #pragma once
 
@@ -12,9 +13,8 @@
 
 namespace {
 
-// Some of a panel's blocks, opened, with what their groups are scaled by.
+// Some of a panel's blocks, with what their groups are scaled by.
 struct Part {
-    const uint8_t* opened;
     int64_t first_run, runs;
     int64_t group_runs, run_in_group;  // of the first run here
     bool is_last;                      // so that a group that goes on ends nevertheless
@@ -30,148 +30,78 @@ struct Sums {
     float* group;  // [rows][64]
 };
 
-// R rows, beginning with one, and V vectors of outputs, beginning with the v-th.
-// ahead: what is fetched meanwhile, as much as is read, if anything is
-template <int R, int V, int QUADS, bool IS_SIGNED, bool FETCHES>
-void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, const uint8_t* ahead) {
-    const uint8_t* codes = part.opened + v * 4 * WIDTH;
-    const int64_t row_bytes = x.row_bytes, all_runs = x.runs;
-    const int8_t* bytes = x.bytes.data() + row * row_bytes + part.first_run * QUADS * 4;
-    const int64_t first = row * all_runs + part.first_run;
-    float* total = sums.total + v * WIDTH;
-    float* group = sums.group + v * WIDTH;
-    const bool is_wide = part.group_runs > 1;
-    int64_t in_group = part.run_in_group, at = v * WIDTH;  // of the group in `scale`
-    for (int64_t run = 0; run < part.runs; run++, bytes += QUADS * 4) {
-        Ints sum[R][V];
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < V; i++) sum[r][i] = Ints{} + x.of_runs[first + r * all_runs + run].start;
-        for (int quad = 0; quad < QUADS; quad++, codes += QUAD_BYTES) {
-            Words code[V];
-            for (int i = 0; i < V; i++) {
-                code[i] = load_words(reinterpret_cast<const uint32_t*>(codes + i * 4 * WIDTH));
-                if (IS_SIGNED) code[i] = (Words)((Bytes)code[i] ^ uint8_t(LESS_OF_8_BITS));
-            }
-            if constexpr (FETCHES) {
-                for (int line = 0; line < V * 4 * WIDTH; line += LINE_BYTES) prefetch_far(ahead + line);
-                ahead += V * 4 * WIDTH;
-            }
-            for (int r = 0; r < R; r++) {
-                uint32_t word;
-                std::memcpy(&word, bytes + r * row_bytes + quad * 4, 4);
-                for (int i = 0; i < V; i++) sum[r][i] = add_products<IS_SIGNED>(sum[r][i], code[i], all_words(word));
-            }
-        }
-        const bool ends = ++in_group == part.group_runs || (part.is_last && run == part.runs - 1);
-        for (int r = 0; r < R; r++) {
-            const int64_t here = first + r * all_runs + run;
-            const Lanes scale = all_lanes(x.of_runs[here].scale);
-            for (int i = 0; i < V; i++) {
-                float* total_at = total + r * OUTPUTS + i * WIDTH;
-                float* group_at = group + r * OUTPUTS + i * WIDTH;
-                Lanes number = floats_of(sum[r][i]);
-                if (part.has_zero)
-                    number = add_scaled(number, load_lanes(part.zero + at + i * WIDTH), all_lanes(x.of_runs[here].sum));
-                number = is_wide ? add_scaled(load_lanes(group_at), number, scale) : number * scale;
-                if (!ends) {
-                    store_lanes(number, group_at);
-                    continue;
-                }
-                number = add_scaled(load_lanes(total_at), number, load_lanes(part.scale + at + i * WIDTH));
-                if (part.has_least)
-                    number = add_scaled(number, load_lanes(part.least + at + i * WIDTH), all_lanes(x.of_runs[here].scaled_sum));
-                store_lanes(number, total_at);
-                if (is_wide) store_lanes(Lanes{}, group_at);
-            }
-        }
-        if (ends) in_group = 0, at += OUTPUTS;
-    }
-}
+constexpr int MOST_TOGETHER = 16;  // rows: of a tile
+constexpr int AHEAD_BYTES = 4096, FAR_AHEAD_BYTES = 16384;  // what is fetched while codes of eight bits meet rows: in
+                                                            // matrix units, in vectors
 
-template <int R, int QUADS, bool IS_SIGNED>
-void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, const uint8_t* ahead) {
-    constexpr int V = most_vectors(R);
-    for (int v = 0; v < STEP_LANES; v += V) {
-        if (!ahead) {
-            block<R, V, QUADS, IS_SIGNED, false>(part, x, row, v, sums, ahead);
-            continue;
-        }
-        block<R, V, QUADS, IS_SIGNED, true>(part, x, row, v, sums, ahead);
-        ahead += part.runs * QUADS * V * 4 * WIDTH;
-    }
-}
-
-template <int QUADS, bool IS_SIGNED>
-void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, const Sums& sums, const uint8_t* ahead) {
-    switch (rows) {
-        case 1: return vectors_of_block<1, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-        case 2: return vectors_of_block<2, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-        case 3: return vectors_of_block<3, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-        case 4: return vectors_of_block<4, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-        case 5: return vectors_of_block<5, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-        default: return vectors_of_block<6, QUADS, IS_SIGNED>(part, x, row, sums, ahead);
-    }
-}
-
-// ahead: where memory is fetched in a line; null: it is not
-void some_rows(int rows, int run_columns, bool is_wide, const Part& part, const Inputs& x, int64_t row,
-               const Sums& sums, const uint8_t* ahead) {
-    constexpr bool HAS_SIGNED = !HAS_FOURS;
-    if (HAS_SIGNED && is_wide) {
-        if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead);
-        return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead);
-    }
-    if (run_columns == BLOCK) return rows_of_block<8, false>(rows, part, x, row, sums, ahead);
-    rows_of_block<4, false>(rows, part, x, row, sums, ahead);
-}
-
-constexpr int LEAST_TILE_ROWS = 12;  // fewer are as fast in vectors
-
-// Codes of all eight bits are without signs where the processor has fours.
-inline bool in_tiles(int64_t rows) { return HAS_BYTE_TILES && HAS_FOURS && rows >= LEAST_TILE_ROWS && may_use_tiles(); }
-
-#if HAS_BYTE_TILES
-
-constexpr int TILE_RUNS = 4;  // whose sums lie in the first cache
-
-// Runs of a part, and what each adds to.
+// Runs of a part that are summed before they are scaled, and what each adds to. Their sums lie in the first cache.
 struct alignas(64) Runs {
-    int32_t sum[TILE_RUNS][STEP_LANES][TILE][WIDTH];  // [runs][vectors of outputs][rows][outputs], from a line's beginning
-    int64_t group[TILE_RUNS];                         // of the part's
-    bool ends[TILE_RUNS];                             // its group
-    int64_t first;                                    // of the whole row
-    int count;
+    static constexpr int MOST = 4;
+
+    int32_t sum[MOST][STEP_LANES][MOST_TOGETHER][WIDTH];  // [runs][vectors of outputs][rows][outputs]
+    int64_t group_at[MOST];                               // where its scales begin, of the part's
+    bool ends[MOST];                                      // its group
+    int64_t first;                                        // of the whole row
+    int count = 0;
+
+    explicit Runs(const Part& part) : first(part.first_run), part_(part), in_group_(part.run_in_group) {}
+
+    Ints sum_of(int run, int v, int r) const { return (Ints)load_words(reinterpret_cast<const uint32_t*>(sum[run][v][r])); }
+    void put(int run, int v, int r, Ints of_row) { std::memcpy(sum[run][v][r], &of_row, sizeof of_row); }
+
+    // Whether there are any more.
+    bool go_on() {
+        first += count, done_ += count;
+        count = int(std::min<int64_t>(MOST, part_.runs - done_));
+        for (int run = 0; run < count; run++) {
+            group_at[run] = at_;
+            ends[run] = ++in_group_ == part_.group_runs || (part_.is_last && done_ + run == part_.runs - 1);
+            if (ends[run]) in_group_ = 0, at_ += OUTPUTS;
+        }
+        return count > 0;
+    }
+
+  private:
+    const Part& part_;
+    int64_t in_group_, at_ = 0, done_ = 0;
 };
 
-// A row's sums of some runs are scaled and added up, as `block` does it.
+// -- scaling -----------------------------------------------------------------------------------------------------------
+
+constexpr int SCALED_VECTORS = 4;  // at once: registers hold what they add up to
+
+// The r-th row's sums of some runs are scaled and added up.
 template <bool IS_WIDE, bool HAS_ZERO, bool HAS_LEAST>
-void add_runs(const Runs& runs, const Part& part, const Inputs& x, int64_t row, int r, float* total_at, float* group_at) {
-    Lanes total[STEP_LANES], group[STEP_LANES];
-    for (int v = 0; v < STEP_LANES; v++) {
-        total[v] = load_lanes(total_at + v * WIDTH);
-        if (IS_WIDE) group[v] = load_lanes(group_at + v * WIDTH);
-    }
-    for (int run = 0; run < runs.count; run++) {
-        const int64_t here = row * x.runs + runs.first + run, at = runs.group[run] * OUTPUTS;
-        const Lanes scale = all_lanes(x.of_runs[here].scale);
-        for (int v = 0; v < STEP_LANES; v++) {
-            const Ints sum = (Ints)load_words(reinterpret_cast<const uint32_t*>(runs.sum[run][v][r])) + x.of_runs[here].start;
-            Lanes number = floats_of(sum);
-            if (HAS_ZERO) number = add_scaled(number, load_lanes(part.zero + at + v * WIDTH), all_lanes(x.of_runs[here].sum));
-            number = IS_WIDE ? add_scaled(group[v], number, scale) : number * scale;
-            if (IS_WIDE && !runs.ends[run]) {
-                group[v] = number;
-                continue;
-            }
-            total[v] = add_scaled(total[v], number, load_lanes(part.scale + at + v * WIDTH));
-            if (HAS_LEAST)
-                total[v] = add_scaled(total[v], load_lanes(part.least + at + v * WIDTH), all_lanes(x.of_runs[here].scaled_sum));
-            if (IS_WIDE) group[v] = Lanes{};
+void add_row(const Runs& runs, const Part& part, const RunInputs* of_runs, int r, float* total_at, float* group_at) {
+    constexpr int V = SCALED_VECTORS;
+    static_assert(STEP_LANES % V == 0);
+    for (int first = 0; first < STEP_LANES; first += V, total_at += V * WIDTH, group_at += V * WIDTH) {
+        Lanes total[V], group[V];
+        for (int v = 0; v < V; v++) {
+            total[v] = load_lanes(total_at + v * WIDTH);
+            if (IS_WIDE) group[v] = load_lanes(group_at + v * WIDTH);
         }
-    }
-    for (int v = 0; v < STEP_LANES; v++) {
-        store_lanes(total[v], total_at + v * WIDTH);
-        if (IS_WIDE) store_lanes(group[v], group_at + v * WIDTH);
+        for (int run = 0; run < runs.count; run++) {
+            const RunInputs& inputs = of_runs[run];
+            const Lanes scale = all_lanes(inputs.scale);
+            for (int v = 0; v < V; v++) {
+                const int64_t at = runs.group_at[run] + (first + v) * WIDTH;
+                Lanes number = floats_of(runs.sum_of(run, first + v, r) + inputs.start);
+                if (HAS_ZERO) number = add_scaled(number, load_lanes(part.zero + at), all_lanes(inputs.sum));
+                number = IS_WIDE ? add_scaled(group[v], number, scale) : number * scale;
+                if (IS_WIDE && !runs.ends[run]) {
+                    group[v] = number;
+                    continue;
+                }
+                total[v] = add_scaled(total[v], number, load_lanes(part.scale + at));
+                if (HAS_LEAST) total[v] = add_scaled(total[v], load_lanes(part.least + at), all_lanes(inputs.scaled_sum));
+                if (IS_WIDE) group[v] = Lanes{};
+            }
+        }
+        for (int v = 0; v < V; v++) {
+            store_lanes(total[v], total_at + v * WIDTH);
+            if (IS_WIDE) store_lanes(group[v], group_at + v * WIDTH);
+        }
     }
 }
 
@@ -188,36 +118,155 @@ void with_constants(Function what, bool first, More... more) {
         with_constants([&](auto... others) { what(std::false_type(), others...); }, more...);
 }
 
-// Up to sixteen rows, beginning with one, and all outputs. run_columns: 16 or 32
-inline void rows_in_tiles(int rows, int run_columns, const Part& part, const Inputs& x, int64_t row, const Sums& sums,
-                          int64_t ahead_bytes, ByteTiles& tiles) {
-    Runs runs;
-    const int words = run_columns / 4;
-    tiles.lay_out(rows, words);
-    for (int64_t from = 0; from < part.runs; from += TILE_RUNS) {
-        runs.count = int(std::min<int64_t>(TILE_RUNS, part.runs - from));
-        runs.first = part.first_run + from;
-        const int8_t* bytes = x.bytes.data() + row * x.row_bytes + runs.first * run_columns;
-        const uint8_t* codes = part.opened + from * words * QUAD_BYTES;
-        // g++ does not know what the units read and write.
-        asm volatile("" : : "r"(bytes), "r"(codes), "r"(&runs) : "memory");
-        for (int run = 0; run < runs.count; run++, bytes += run_columns, codes += words * QUAD_BYTES) {
-            const int64_t place = part.run_in_group + from + run;
-            runs.group[run] = place / part.group_runs;
-            runs.ends[run] = (place + 1) % part.group_runs == 0 || (part.is_last && from + run == part.runs - 1);
-            const uint8_t* ahead = codes + ahead_bytes;
-            tiles.multiply(bytes, x.row_bytes, codes, runs.sum[run][0][0], [&] {
-                for (int i = 0; ahead_bytes && i < words; i++, ahead += 64) prefetch_far(ahead);
-            });
-        }
-        asm volatile("" : : "r"(&runs) : "memory");
+// Rows beginning with one. sum_runs(runs): sums whole numbers of the runs that are next
+template <class Function>
+void add_rows(const Part& part, const Inputs& x, int64_t row, int rows, const Sums& sums, Function sum_runs) {
+    Runs runs(part);
+    while (runs.go_on()) {
+        sum_runs(runs);
         const auto add = [&](auto is_wide, auto has_zero, auto has_least) {
             for (int r = 0; r < rows; r++)
-                add_runs<is_wide(), has_zero(), has_least()>(runs, part, x, row + r, r, sums.total + r * OUTPUTS,
-                                                             sums.group + r * OUTPUTS);
+                add_row<is_wide(), has_zero(), has_least()>(runs, part, &x.of_runs[(row + r) * x.runs + runs.first], r,
+                                                            sums.total + r * OUTPUTS, sums.group + r * OUTPUTS);
         };
         with_constants(add, part.group_runs > 1, part.has_zero, part.has_least);
     }
+}
+
+// -- one row -----------------------------------------------------------------------------------------------------------
+
+inline Words words_at(const int8_t* bytes) {
+    uint32_t word;
+    std::memcpy(&word, bytes, 4);
+    return all_words(word);
+}
+
+// Codes of all eight bits as they are multiplied.
+inline Words less_half(Words codes) { return (Words)((Bytes)codes ^ uint8_t(LESS_OF_8_BITS)); }
+
+// Codes are opened on their way, and lie nowhere in between. codes: of the first block of the runs, and then of the next
+template <int KIND, int QUADS>
+void sum_one_row(BlockOfCodes<KIND>& codes, const int8_t* bytes, Runs& runs) {
+    constexpr int HERE = BLOCK_QUADS / QUADS;  // runs of a block
+    static_assert(Runs::MOST % HERE == 0);
+    for (int run = 0; run < runs.count; run += HERE, codes.go_on(), bytes += BLOCK_QUADS * 4) {
+        codes.fetch_what_comes();
+        Words words[HERE][QUADS];
+        for (int n = 0; n < HERE; n++)
+            for (int quad = 0; quad < QUADS; quad++) words[n][quad] = words_at(bytes + (n * QUADS + quad) * 4);
+        for (int v = 0; v < STEP_LANES; v++) {
+            Words opened[HERE][QUADS];
+            codes.open(v, opened[0]);
+            for (int n = 0; n < HERE && most_of(KIND) == OF_8_BITS; n++)
+                for (Words& code : opened[n]) code = less_half(code);
+            for (int n = 0; n < HERE; n++)
+                runs.put(run + n, v, 0, add_products<most_of(KIND)>(Ints{}, opened[n], words[n]));
+        }
+    }
+}
+
+// -- a few -------------------------------------------------------------------------------------------------------------
+
+// Opened codes of runs, and the bytes that they meet.
+struct Meeting {
+    const uint8_t* codes;  // of the first run
+    const int8_t* bytes;   // of the first row's first run
+    int64_t row_bytes;
+    bool fetches;  // codes that come later
+};
+
+// R rows, and V vectors of outputs, beginning with the v-th.
+template <int R, int V, int QUADS, int MOST, bool FETCHES>
+void sum_vectors(const Meeting& a, int v, Runs& runs) {
+    constexpr int AT_ONCE = R * V <= 8 ? std::min({QUADS, quads_at_once(MOST), 2}) : 1;  // registers hold no more
+    const uint8_t* codes = a.codes + v * 4 * WIDTH;
+    const uint8_t* ahead = a.codes + FAR_AHEAD_BYTES + v * 4 * WIDTH * runs.count * QUADS;  // in a line
+    const int8_t* bytes = a.bytes;
+    const int64_t row_bytes = a.row_bytes;
+    for (int run = 0; run < runs.count; run++, bytes += QUADS * 4) {
+        Ints sum[R][V] = {};
+        for (int quad = 0; quad < QUADS; quad += AT_ONCE, codes += AT_ONCE * QUAD_BYTES) {
+            for (int line = 0; FETCHES && line < AT_ONCE * V * 4 * WIDTH; line += LINE_BYTES) prefetch_far(ahead + line);
+            ahead += AT_ONCE * V * 4 * WIDTH;
+            Words code[V][AT_ONCE];
+            for (int i = 0; i < V; i++)
+                for (int n = 0; n < AT_ONCE; n++) {
+                    code[i][n] = load_words(reinterpret_cast<const uint32_t*>(codes + n * QUAD_BYTES + i * 4 * WIDTH));
+                    if (MOST == OF_8_BITS) code[i][n] = less_half(code[i][n]);
+                }
+            for (int r = 0; r < R; r++) {
+                Words words[AT_ONCE];
+                for (int n = 0; n < AT_ONCE; n++) words[n] = words_at(bytes + r * row_bytes + (quad + n) * 4);
+                for (int i = 0; i < V; i++) sum[r][i] = add_products<MOST>(sum[r][i], code[i], words);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < V; i++) runs.put(run, v + i, r, sum[r][i]);
+    }
+}
+
+template <int R, int QUADS, int MOST>
+void sum_rows(const Meeting& a, Runs& runs) {
+    constexpr int V = most_vectors(R);
+    for (int v = 0; v < STEP_LANES; v += V)
+        if (MOST == OF_8_BITS && a.fetches)
+            sum_vectors<R, V, QUADS, MOST, true>(a, v, runs);
+        else
+            sum_vectors<R, V, QUADS, MOST, false>(a, v, runs);
+}
+
+template <int QUADS, int MOST>
+void sum_few(int rows, const Meeting& a, Runs& runs) {
+    switch (rows) {
+        case 1: return sum_rows<1, QUADS, MOST>(a, runs);
+        case 2: return sum_rows<2, QUADS, MOST>(a, runs);
+        case 3: return sum_rows<3, QUADS, MOST>(a, runs);
+        case 4: return sum_rows<4, QUADS, MOST>(a, runs);
+        case 5: return sum_rows<5, QUADS, MOST>(a, runs);
+        default: return sum_rows<6, QUADS, MOST>(a, runs);
+    }
+}
+
+template <int MOST>
+void sum_few_of(int rows, int run_columns, const Meeting& a, Runs& runs) {
+    run_columns == BLOCK ? sum_few<BLOCK_QUADS, MOST>(rows, a, runs) : sum_few<BLOCK_QUADS / 2, MOST>(rows, a, runs);
+}
+
+// Up to MOST_ROWS. most: of the codes, once they are opened
+inline void sum_in_vectors(int rows, int run_columns, int most, const Meeting& a, Runs& runs) {
+    switch (HAS_FOURS ? OF_8_BITS : most) {
+        case 15: return sum_few_of<15>(rows, run_columns, a, runs);
+        case 31: return sum_few_of<31>(rows, run_columns, a, runs);
+        case 63: return sum_few_of<63>(rows, run_columns, a, runs);
+        default: return sum_few_of<OF_8_BITS>(rows, run_columns, a, runs);
+    }
+}
+
+// -- many --------------------------------------------------------------------------------------------------------------
+
+constexpr int LEAST_TILE_ROWS = 12;  // fewer are as fast in vectors
+
+// Codes of all eight bits are without signs where the processor has fours.
+inline bool in_tiles(int64_t rows) { return HAS_BYTE_TILES && HAS_FOURS && rows >= LEAST_TILE_ROWS && may_use_tiles(); }
+
+#if HAS_BYTE_TILES
+
+// Up to sixteen rows, and all outputs.
+inline void sum_in_tiles(int rows, int run_columns, const Meeting& a, Runs& runs, ByteTiles& tiles) {
+    static_assert(MOST_TOGETHER == TILE && WIDTH == TILE);
+    const int words = run_columns / 4;
+    tiles.lay_out(rows, words);
+    const int8_t* bytes = a.bytes;
+    const uint8_t* codes = a.codes;
+    // g++ does not know what the units read and write.
+    asm volatile("" : : "r"(bytes), "r"(codes), "r"(&runs) : "memory");
+    for (int run = 0; run < runs.count; run++, bytes += run_columns, codes += words * QUAD_BYTES) {
+        const uint8_t* ahead = codes + AHEAD_BYTES;
+        tiles.multiply(bytes, a.row_bytes, codes, runs.sum[run][0][0], [&] {
+            for (int i = 0; a.fetches && i < words; i++, ahead += 64) prefetch_far(ahead);
+        });
+    }
+    asm volatile("" : : "r"(&runs) : "memory");
 }
 
 #endif

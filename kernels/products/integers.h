@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -44,36 +45,75 @@ constexpr char INTEGERS_NAME[] = "plain";
 
 // What is subtracted from codes of all eight bits before they are multiplied, as bytes with signs.
 constexpr int LESS_OF_8_BITS = HAS_FOURS ? 0 : 128;
+constexpr int OF_8_BITS = 255;
 
-// sum + codes * inputs, of the four bytes of each lane. Inputs have signs; -128 is none of them unless it counts for
-// nothing. IS_SIGNED: codes are those of all eight bits less 128; else they are below 64, or HAS_FOURS.
-template <bool IS_SIGNED>
-inline Ints add_products(Ints sum, Words codes, Words inputs) {
+// The largest code of a kind, once opened; kinds that are alike share the larger one, and so their products.
+constexpr int most_of(int kind) {
+    switch (kind) {
+        case INT2: case INT3: case INT4: return 15;
+        case E2M1: case INT5: return 31;
+        case INT6: return 63;
+        default: return OF_8_BITS;
+    }
+}
+
+// Of how many quads products of such codes are added up before they leave 16 bits. An input is at least -128.
+constexpr int quads_at_once(int most) {
+    if (HAS_FOURS || most == OF_8_BITS) return 1;
+    int quads = 8;
+    while (quads * 2 * 128 * most > INT16_MAX) quads /= 2;
+    return quads;
+}
+
+// sum + codes * inputs, of the four bytes of each lane, of N quads. Inputs have signs; -128 is none of them unless it counts
+// for nothing. Where fours are not added up at once, codes of all eight bits are 128 less.
+template <int MOST, int N>
+inline Ints add_products(Ints sum, const Words (&codes)[N], const Words (&inputs)[N]) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, codes, inputs);
+    for (int n = 0; n < N; n++) sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, codes[n], inputs[n]);
+    return sum;
 #elif defined(__AVX512BW__)
-    if (IS_SIGNED) {  // |code| * (the input with the code's sign) is at most 128 * 127, and two of them fit
-        inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), inputs);
-        codes = _mm512_abs_epi8(codes);
+    constexpr int AT_ONCE = quads_at_once(MOST);
+    for (int n = 0; n < N; n += AT_ONCE) {
+        Words pairs = {};
+        for (int i = n; i < std::min(N, n + AT_ONCE); i++) {
+            Words code = codes[i], input = inputs[i];
+            if (MOST == OF_8_BITS) {  // |code| * (the input with the code's sign) is at most 128 * 127, and two of them fit
+                input = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(code), _mm512_setzero_si512(), input);
+                code = _mm512_abs_epi8(code);
+            }
+            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(code, input));
+        }
+        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
     }
-    const Words pairs = _mm512_madd_epi16(_mm512_maddubs_epi16(codes, inputs), _mm512_set1_epi16(1));
-    return sum + (Ints)pairs;
+    return sum;
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, codes, inputs);
+    for (int n = 0; n < N; n++) sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, codes[n], inputs[n]);
+    return sum;
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    if (IS_SIGNED) {
-        inputs = _mm256_sign_epi8(inputs, codes);
-        codes = _mm256_abs_epi8(codes);
+    constexpr int AT_ONCE = quads_at_once(MOST);
+    for (int n = 0; n < N; n += AT_ONCE) {
+        Words pairs = {};
+        for (int i = n; i < std::min(N, n + AT_ONCE); i++) {
+            Words code = codes[i], input = inputs[i];
+            if (MOST == OF_8_BITS) {
+                input = _mm256_sign_epi8(input, code);
+                code = _mm256_abs_epi8(code);
+            }
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(code, input));
+        }
+        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
-    const Words pairs = _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1));
-    return sum + (Ints)pairs;
+    return sum;
 #else
-    uint8_t code[4 * WIDTH];
-    int8_t input[4 * WIDTH];
-    std::memcpy(code, &codes, sizeof code);
-    std::memcpy(input, &inputs, sizeof input);
-    for (int n = 0; n < WIDTH; n++)
-        for (int j = 0; j < 4; j++) sum[n] += int32_t(code[4 * n + j]) * input[4 * n + j];
+    for (int n = 0; n < N; n++) {
+        uint8_t code[4 * WIDTH];
+        int8_t input[4 * WIDTH];
+        std::memcpy(code, &codes[n], sizeof code);
+        std::memcpy(input, &inputs[n], sizeof input);
+        for (int lane = 0; lane < WIDTH; lane++)
+            for (int j = 0; j < 4; j++) sum[lane] += int32_t(code[4 * lane + j]) * input[4 * lane + j];
+    }
     return sum;
 #endif
 }
@@ -120,33 +160,61 @@ inline Bytes load_bytes(const uint8_t* from) {
     std::memcpy(&v, from, sizeof v);
     return v;
 }
-inline void store_bytes(Bytes v, uint8_t* to) { std::memcpy(to, &v, sizeof v); }
 
 // Bits of the quad-th four columns of a run, in each byte above ABOVE others.
 template <int BITS, int ABOVE>
-inline Bytes bits_of(const uint8_t* run, int quad, int v) {
-    return (load_bytes(run + v * 4 * WIDTH) >> (BITS * quad) & uint8_t((1 << BITS) - 1)) << ABOVE;
+inline Bytes bits_of(Bytes run, int quad) {
+    typedef uint16_t Halves __attribute__((vector_size(4 * WIDTH)));  // vectors shift no bytes; neighbours' bits are masked
+    const int down = BITS * quad - ABOVE;
+    const Halves moved = down < 0 ? (Halves)run << -down : (Halves)run >> down;
+    return (Bytes)moved & uint8_t(((1 << BITS) - 1) << ABOVE);
 }
 
-// Blocks of 32 columns [from, to) of a panel, opened. `blocks`: of the whole panel. Not for codes of eight bits.
+constexpr int BLOCK_QUADS = 8;
+
+// How a block of 32 columns lies in memory. Not of codes of eight bits.
+template <int KIND>
+struct BlockOfCodes {
+    static constexpr int LOW = low_bits(KIND), LOW_QUADS = 8 / LOW, HIGH = high_bits(KIND), HIGH_QUADS = HIGH ? 8 / HIGH : 1;
+    static constexpr int LOW_BYTES = BLOCK_QUADS / LOW_QUADS * QUAD_BYTES;
+    static constexpr int HIGH_BYTES = HIGH ? BLOCK_QUADS / HIGH_QUADS * QUAD_BYTES : 0;
+    const uint8_t *low, *high;
+
+    // Of a panel of so many blocks.
+    BlockOfCodes(const Codes& a, int64_t blocks, int64_t panel, int64_t block)
+        : low(a.codes + (panel * blocks + block) * LOW_BYTES), high(a.high + (panel * blocks + block) * HIGH_BYTES) {}
+
+    void go_on() { low += LOW_BYTES, high += HIGH_BYTES; }
+
+    void fetch_what_comes() const {
+        for (int line = 0; line < LOW_BYTES; line += 64) prefetch_far(low + 2048 + line);
+    }
+
+    // The v-th vector of outputs: codes [8 quads]
+    void open(int v, Words* codes) const {
+        for (int quad = 0; quad < BLOCK_QUADS; quad++) {
+            const int at = v * 4 * WIDTH;
+            Bytes code = bits_of<LOW, 0>(load_bytes(low + quad / LOW_QUADS * QUAD_BYTES + at), quad % LOW_QUADS);
+            if constexpr (is_of_a_table(KIND)) code = looked_up_bytes(KIND == E2M1 ? E2M1_BYTES : IQ4_BYTES, code);
+            if constexpr (HIGH > 0)
+                code |= bits_of<HIGH, LOW>(load_bytes(high + quad / HIGH_QUADS * QUAD_BYTES + at), quad % HIGH_QUADS);
+            codes[quad] = (Words)code;
+        }
+    }
+};
+
+// Blocks [from, to) of a panel, opened. `blocks`: of the whole panel. Not for codes of eight bits.
 template <int KIND>
 void open_blocks(const Codes& a, int64_t blocks, int64_t panel, int64_t from, int64_t to, uint8_t* opened) {
-    constexpr int LOW = low_bits(KIND), LOW_QUADS = 8 / LOW, HIGH = high_bits(KIND), HIGH_QUADS = HIGH ? 8 / HIGH : 1;
-    constexpr int BLOCK_QUADS = 8;
-    const uint8_t* low = a.codes + panel * blocks * (BLOCK_QUADS / LOW_QUADS * QUAD_BYTES);
-    const uint8_t* high = HIGH ? a.high + panel * blocks * (BLOCK_QUADS / HIGH_QUADS * QUAD_BYTES) : low;
-    for (int64_t block = from; block < to; block++) {
-        const uint8_t* low_at = low + block * (BLOCK_QUADS / LOW_QUADS * QUAD_BYTES);
-        const uint8_t* high_at = high + block * (BLOCK_QUADS / HIGH_QUADS * QUAD_BYTES);
-        for (int line = 0; line < BLOCK_QUADS / LOW_QUADS * QUAD_BYTES; line += 64) prefetch_far(low_at + 2048 + line);
-        for (int quad = 0; quad < BLOCK_QUADS; quad++, opened += QUAD_BYTES)
-            for (int v = 0; v < 64 / WIDTH; v++) {
-                Bytes code = bits_of<LOW, 0>(low_at + quad / LOW_QUADS * QUAD_BYTES, quad % LOW_QUADS, v);
-                if constexpr (is_of_a_table(KIND)) code = looked_up_bytes(KIND == E2M1 ? E2M1_BYTES : IQ4_BYTES, code);
-                if constexpr (HIGH > 0)
-                    code |= bits_of<HIGH, LOW>(high_at + quad / HIGH_QUADS * QUAD_BYTES, quad % HIGH_QUADS, v);
-                store_bytes(code, opened + v * 4 * WIDTH);
-            }
+    BlockOfCodes<KIND> here(a, blocks, panel, from);
+    for (int64_t block = from; block < to; block++, here.go_on(), opened += BLOCK_QUADS * QUAD_BYTES) {
+        here.fetch_what_comes();
+        for (int v = 0; v < 64 / WIDTH; v++) {
+            Words codes[BLOCK_QUADS];
+            here.open(v, codes);
+            for (int quad = 0; quad < BLOCK_QUADS; quad++)
+                std::memcpy(opened + quad * QUAD_BYTES + v * 4 * WIDTH, &codes[quad], 4 * WIDTH);
+        }
     }
 }
 

@@ -5,7 +5,9 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "decode.h"
@@ -34,7 +36,6 @@ constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
 constexpr int64_t SHARE_BYTES = 768 << 10;  // of x that a thread takes at a time: they and a panel stay in its second cache
 constexpr int64_t LEAST_SHARE_ROWS = 192, MOST_SHARE_ROWS = 512;
 constexpr int64_t STREAMED_ROWS = 160;  // up to so many, memory is waited for, and the next panel is fetched meanwhile
-constexpr int64_t MANY_PANELS = 256, RUN_PANELS = 16;  // of so many, a thread takes so many at a time
 
 inline int64_t panels_of(const Product& a) { return (a.outputs + OUTPUTS - 1) / OUTPUTS; }
 
@@ -99,17 +100,6 @@ class AllWork {
         return {rows.group, int(n % panels_), rows.first, rows.last, from, to};
     }
 
-    // What one of several threads does of it if all read equally much. parts: 2: two threads may halve a panel, which they
-    // do last; 1: panels stay whole
-    std::vector<Work> share_of(int parts, int thread, int threads) const {
-        const int64_t all = parts * count(), begin = all * thread / threads, end = all * (thread + 1) / threads;
-        std::vector<Work> share;
-        for (int64_t n = (begin + parts - 1) / parts; n < end / parts; n++) share.push_back(at(n));
-        if (begin < end && begin % parts) share.push_back(at(begin / parts, OUTPUTS / 2, OUTPUTS));
-        if (begin < end && end % parts) share.push_back(at(end / parts, 0, OUTPUTS / 2));
-        return share;
-    }
-
   private:
     struct Rows {
         int group;
@@ -119,35 +109,78 @@ class AllWork {
     std::vector<Rows> rows_;
 };
 
-// Calls do_work(work, next, room) for all there is, next: what the same thread does after it, or null. Each thread has a
-// `Room` of its own. parts: that a panel may be done in, 1 or 2
+// What is left of a thread's share: pieces [first, last). The thread takes them from the front, so that it reads memory in a
+// line; one that has done its own takes them from the back, since a neighbour may slow a core down.
+class alignas(LINE_BYTES) Share {
+  public:
+    struct Pieces {
+        uint32_t first, last;
+
+        int64_t count() const { return int64_t(last) - first; }
+    };
+
+    void give(Pieces pieces) { left_.store(pieces, std::memory_order_relaxed); }
+    Pieces left() const { return left_.load(std::memory_order_relaxed); }
+
+    // Those of one panel, which has so many; none: there are no more.
+    Pieces take_first(uint32_t of_panel) {
+        Pieces all = left(), taken;
+        do {
+            if (all.count() <= 0) return {};
+            taken = {all.first, std::min(all.last, (all.first / of_panel + 1) * of_panel)};
+        } while (!left_.compare_exchange_weak(all, {taken.last, all.last}, std::memory_order_relaxed));
+        return taken;
+    }
+    Pieces take_last(uint32_t of_panel) {
+        Pieces all = left(), taken;
+        do {
+            if (all.count() <= 0) return {};
+            taken = {std::max(all.first, (all.last - 1) / of_panel * of_panel), all.last};
+        } while (!left_.compare_exchange_weak(all, {all.first, taken.first}, std::memory_order_relaxed));
+        return taken;
+    }
+
+  private:
+    std::atomic<Pieces> left_{};
+};
+
+// Calls do_work(work, next, room) for all there is, next: what the same thread probably does after it, or null. Each thread
+// has a `Room` of its own. parts: that a panel may be done in, 1 or 2
 template <class Room, class Function>
 void for_each_work(const Product& a, int parts, Function do_work) {
     const AllWork all(a);
-    const int64_t count = all.count();
-    const bool is_streamed = a.rows <= STREAMED_ROWS * a.groups;
-    if (is_streamed && count < MANY_PANELS) {
-        // Memory is waited for: each thread reads its panels in a line.
+    if (a.rows > STREAMED_ROWS * a.groups) {  // inputs and panels stay in the caches
 #pragma omp parallel
         {
             Room room;
-            const std::vector<Work> share = all.share_of(parts, omp_get_thread_num(), omp_get_num_threads());
-            for (const Work& work : share) do_work(work, &work == &share.back() ? nullptr : &work + 1, room);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t n = 0; n < all.count(); n++) do_work(all.at(n), nullptr, room);
         }
         return;
     }
-    // A thread that is free takes the next run of them.
-    const int64_t run = is_streamed ? RUN_PANELS : 1;
+    const int64_t pieces = parts * all.count(), threads = omp_get_max_threads();
+    const std::unique_ptr<Share[]> shares(new Share[threads]);
+    for (int64_t t = 0; t < threads; t++)
+        shares[t].give({uint32_t(pieces * t / threads), uint32_t(pieces * (t + 1) / threads)});
 #pragma omp parallel
     {
         Room room;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t begin = 0; begin < count; begin += run)
-            for (int64_t n = begin; n < std::min(begin + run, count); n++) {
-                // Behind its run lie those that the other threads have taken meanwhile.
-                const int64_t after = n + 1 < begin + run ? n + 1 : n + 1 + run * (omp_get_num_threads() - 1);
-                const Work next = all.at(std::min(after, count - 1));
-                do_work(all.at(n), after < count ? &next : nullptr, room);
+        const auto do_pieces = [&](Share::Pieces taken, const Work* next) {
+            const int begin = int(taken.first % parts), outputs = OUTPUTS / parts;
+            do_work(all.at(taken.first / parts, begin * outputs, int(begin + taken.count()) * outputs), next, room);
+        };
+        const int own = omp_get_thread_num();
+        for (;;) {
+            const Share::Pieces taken = shares[own].take_first(parts), rest = shares[own].left();
+            if (!taken.count()) break;
+            const Work next = all.at(std::min(int64_t(rest.first) / parts, all.count() - 1));
+            do_pieces(taken, rest.count() >= parts ? &next : nullptr);
+        }
+        for (int64_t t = 1; t < threads; t++)
+            for (;;) {
+                const Share::Pieces taken = shares[(own + t) % threads].take_last(parts);
+                if (!taken.count()) break;
+                do_pieces(taken, nullptr);
             }
     }
 }

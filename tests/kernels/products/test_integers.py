@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(IntegerCodesLinear.lacks() is not None, reason="
 
 KINDS = [kind for kind in CodeKind if kind is not CodeKind.E4M3]
 DTYPES = torch.float32, torch.bfloat16
-ROWS = 1, 2, 3, 6, 7, 16, 40, 200
+ROWS = 1, 2, 3, 6, 7, 16, 17, 40, 200
 
 MOST_ERROR = 0.012
 """Of a product of random numbers, relative to what it would be without rounding: half a step of 1/127 of the largest of
