@@ -27,6 +27,9 @@ NUMBERS_AT_ONCE = 2**21
 LEAST_RMS, MOST_RMS = 1e-7, 32.0
 """Root mean square of a weight's numbers. Real ones are between 0.002 and 2; a scale that was inverted is far away."""
 
+RUN_WORDS = 64
+"""Rows of words that are put in order at a time, so that little is held beside what comes of them."""
+
 MOST_MEAN_CODE = 0.6
 """Of codes of 4 bits less their zero points. A zero point that is misread by one makes it 1. Codes of 8 bits spread
 so far that their mean says nothing."""
@@ -193,7 +196,7 @@ class _Reading:
         if dim == 1 and packed.bits == 4 and not packed.order:
             return stored.contiguous().view(torch.uint8)[: self._rows, : self._columns // 2], None
         if dim == 0 and stored.dtype == torch.int32 and packed.bits == 4 and self._columns % 2 == 0:
-            return pairs_in_words(stored, packed.order)[: self._rows, : self._columns // 2].contiguous(), None
+            return pairs_in_words(stored, packed.order)[: self._rows, : self._columns // 2], None
         if stored.itemsize == 1:
             opened = in_pairs_of_rows(stored)
         else:
@@ -260,10 +263,13 @@ def pairs_in_words(words: Tensor, order: tuple[int, ...]) -> Tensor:
 
     words: int32 [N/8,K], turned, as AWQ has them. order: as there. Returns uint8 [N,K/2]
     """
-    by_columns = words.T.clone(memory_format=torch.contiguous_format).view(torch.uint8).unflatten(1, (-1, 4))
-    even, odd = by_columns[::2], by_columns[1::2]
-    pairs = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 0xF0), dim=-1).flatten(2)  # [K/2,N/8,8]
-    return (pairs[..., list(order)] if order else pairs).flatten(1).T
+    pairs = torch.empty(len(words), 8, words.shape[1] // 2, dtype=torch.uint8)
+    for first in range(0, len(words), RUN_WORDS):
+        by_columns = words[first : first + RUN_WORDS].T.clone(memory_format=torch.contiguous_format)
+        even, odd = by_columns.view(torch.uint8).unflatten(1, (-1, 4)).unflatten(0, (-1, 2)).unbind(1)
+        both = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 0xF0), dim=-1).flatten(2)  # [K/2,words,8]
+        pairs[first : first + RUN_WORDS] = (both[..., list(order)] if order else both).permute(1, 2, 0)
+    return pairs.flatten(0, 1)
 
 
 def in_pairs_of_rows(pairs: Tensor) -> Tensor:
