@@ -47,7 +47,7 @@ struct alignas(64) Runs {
     explicit Runs(const Part& part) : first(part.first_run), part_(part), in_group_(part.run_in_group) {}
 
     Ints sum_of(int run, int v, int r) const { return (Ints)load_words(reinterpret_cast<const uint32_t*>(sum[run][v][r])); }
-    void put(int run, int v, int r, Ints of_row) { std::memcpy(sum[run][v][r], &of_row, sizeof of_row); }
+    void put(int run, int v, int r, Ints sums) { std::memcpy(sum[run][v][r], &sums, sizeof sums); }
 
     // Whether there are any more.
     bool go_on() {
