@@ -169,6 +169,7 @@ void for_each_work(const Product& a, int parts, Function do_work) {
             const int begin = int(taken.first % parts), outputs = OUTPUTS / parts;
             do_work(all.at(taken.first / parts, begin * outputs, int(begin + taken.count()) * outputs), next, room);
         };
+        // Its own share, in a line.
         const int own = omp_get_thread_num();
         for (;;) {
             const Share::Pieces taken = shares[own].take_first(parts), rest = shares[own].left();
@@ -176,6 +177,7 @@ void for_each_work(const Product& a, int parts, Function do_work) {
             const Work next = all.at(std::min(int64_t(rest.first) / parts, all.count() - 1));
             do_pieces(taken, rest.count() >= parts ? &next : nullptr);
         }
+        // Then what others have left of theirs.
         for (int64_t t = 1; t < threads; t++)
             for (;;) {
                 const Share::Pieces taken = shares[(own + t) % threads].take_last(parts);
