@@ -47,19 +47,19 @@ struct Weight {
     int run_columns;  // 16 where groups have no more, or begin there
     int64_t runs;     // of a panel, those that only fill it up left out
     bool is_of_8_bits;  // in memory
-    bool is_wide;       // opened, its codes take all eight bits
+    int most;           // of the codes, once they are opened
     int less;           // what is subtracted from all codes, once they are opened
 
     explicit Weight(const Product& a)
         : codes(a.codes), blocks((a.depth + BLOCK - 1) / BLOCK),
           run_columns(a.codes.columns % BLOCK || a.codes.offset % BLOCK ? BLOCK / 2 : BLOCK),
           runs((a.depth + run_columns - 1) / run_columns),
-          is_of_8_bits(low_bits(a.codes.code_kind) == 8), is_wide(is_of_8_bits || a.codes.code_kind == IQ4),
+          is_of_8_bits(low_bits(a.codes.code_kind) == 8), most(most_of(a.codes.code_kind)),
           less(int(a.codes.middle) + added_to_all(a.codes.code_kind)) {}
 
     int runs_of_block() const { return BLOCK / run_columns; }
     // As they are multiplied.
-    int subtracted() const { return less - (is_wide ? LESS_OF_8_BITS : 0); }
+    int subtracted() const { return less - (most == OF_8_BITS ? LESS_OF_8_BITS : 0); }
 };
 
 // Where a thread opens codes, and keeps sums.
@@ -143,7 +143,7 @@ void meet_rows(const Weight& weight, const uint8_t* opened, bool is_read, const 
 #if HAS_BYTE_TILES
         if (tiles) return sum_in_tiles(rows, weight.run_columns, here, runs, *tiles);
 #endif
-        sum_in_vectors(rows, weight.run_columns, most_of(weight.codes.code_kind), here, runs);
+        sum_in_vectors(rows, weight.run_columns, weight.most, here, runs);
     });
 }
 

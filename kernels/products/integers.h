@@ -65,6 +65,27 @@ constexpr int quads_at_once(int most) {
     return quads;
 }
 
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+// |code| * (the input with the code's sign) is at most 128 * 127, and two of them fit 16 bits.
+inline void make_codes_positive(Words& code, Words& input) {
+    input = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(code), _mm512_setzero_si512(), input);
+    code = _mm512_abs_epi8(code);
+}
+inline Words add_pairs(Words pairs, Words code, Words input) {
+    return _mm512_add_epi16(pairs, _mm512_maddubs_epi16(code, input));
+}
+inline Ints sums_of_pairs(Words pairs) { return (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
+#elif !defined(__AVX512F__) && !defined(__AVXVNNI__) && defined(__AVX2__) && defined(__FMA__)
+inline void make_codes_positive(Words& code, Words& input) {
+    input = _mm256_sign_epi8(input, code);
+    code = _mm256_abs_epi8(code);
+}
+inline Words add_pairs(Words pairs, Words code, Words input) {
+    return _mm256_add_epi16(pairs, _mm256_maddubs_epi16(code, input));
+}
+inline Ints sums_of_pairs(Words pairs) { return (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+#endif
+
 // sum + codes * inputs, of the four bytes of each lane, of N quads. Inputs have signs; -128 is none of them unless it counts
 // for nothing. Where fours are not added up at once, codes of all eight bits are 128 less.
 template <int MOST, int N>
@@ -72,37 +93,19 @@ inline Ints add_products(Ints sum, const Words (&codes)[N], const Words (&inputs
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     for (int n = 0; n < N; n++) sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, codes[n], inputs[n]);
     return sum;
-#elif defined(__AVX512BW__)
-    constexpr int AT_ONCE = quads_at_once(MOST);
-    for (int n = 0; n < N; n += AT_ONCE) {
-        Words pairs = {};
-        for (int i = n; i < std::min(N, n + AT_ONCE); i++) {
-            Words code = codes[i], input = inputs[i];
-            if (MOST == OF_8_BITS) {  // |code| * (the input with the code's sign) is at most 128 * 127, and two of them fit
-                input = _mm512_mask_sub_epi8(input, _mm512_movepi8_mask(code), _mm512_setzero_si512(), input);
-                code = _mm512_abs_epi8(code);
-            }
-            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16(code, input));
-        }
-        sum += (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-    }
-    return sum;
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
     for (int n = 0; n < N; n++) sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, codes[n], inputs[n]);
     return sum;
-#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+#elif defined(__AVX512BW__) || (!defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__))
     constexpr int AT_ONCE = quads_at_once(MOST);
     for (int n = 0; n < N; n += AT_ONCE) {
         Words pairs = {};
         for (int i = n; i < std::min(N, n + AT_ONCE); i++) {
             Words code = codes[i], input = inputs[i];
-            if (MOST == OF_8_BITS) {
-                input = _mm256_sign_epi8(input, code);
-                code = _mm256_abs_epi8(code);
-            }
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(code, input));
+            if (MOST == OF_8_BITS) make_codes_positive(code, input);
+            pairs = add_pairs(pairs, code, input);
         }
-        sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        sum += sums_of_pairs(pairs);
     }
     return sum;
 #else
