@@ -169,15 +169,22 @@ class PacedWorkers(LocalWorkers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps = asyncio.Semaphore(0)
+        self._allowed = asyncio.Semaphore(0)
+        self._begun: asyncio.Queue[Step] = asyncio.Queue()
 
     async def start_step(self, step: Step) -> StepResult:
-        await self.steps.acquire()
+        await self._allowed.acquire()
+        self._begun.put_nowait(step)
         return await super().start_step(step)
 
-    def run(self, steps: int) -> None:
+    async def run(self) -> Step:
+        """Allow one step, and wait until it begins."""
+        self.allow(1)
+        return await self._begun.get()
+
+    def allow(self, steps: int) -> None:
         for _ in range(steps):
-            self.steps.release()
+            self._allowed.release()
 
 
 class Served(NamedTuple):
@@ -194,15 +201,18 @@ class Served(NamedTuple):
     async def read(self, answer: Any, tokens: int) -> None:
         """Run as many steps as bring so many tokens of one answer, one after another."""
         for _ in range(tokens):
-            self.workers.run(1)
+            await self.workers.run()
             await answer.read()
 
-    async def run_until(self, event: Awaitable[Any]) -> None:
-        """Run one step after another until something has happened."""
-        happened = asyncio.ensure_future(event)
-        while not happened.done():
-            self.workers.run(1)
-            await asyncio.wait((happened,), timeout=0.05)
+    async def read_first(self, answer: Any, beside: Any) -> None:
+        """Run steps up to the one that admits a new request, and read what they bring to another one. However slow the
+        way of a request is, the steps are the same."""
+        first = asyncio.ensure_future(answer.read())
+        while not self.engine._scheduler.num_waiting:
+            await asyncio.sleep(0.001)
+        while not (await self.workers.run()).admit:
+            await beside.read()
+        await first
 
 
 async def served(model: Path, scenario: Callable[[Served], Awaitable[Route]]) -> Route:
@@ -216,7 +226,7 @@ async def served(model: Path, scenario: Callable[[Served], Awaitable[Route]]) ->
         async with grpc.aio.insecure_channel(await server.start(port=0)) as channel:
             return await asyncio.wait_for(scenario(Served(engine, workers, pb_grpc.InferenceStub(channel))), 60)
     finally:
-        workers.run(1000)
+        workers.allow(1000)
         await server.stop(0)
         await client.close()
         await door.close()
@@ -249,7 +259,7 @@ async def prefill_with_a_hit(at: Served) -> Route:
     await at.read(earlier, 12)
     watched, answer = Watched(), at.ask()
     with watched.watching():
-        await at.run_until(answer.read())
+        await at.read_first(answer, beside=earlier)
     assert at.engine.stats.cached_tokens > 0
     answer.cancel()
     earlier.cancel()
