@@ -73,13 +73,14 @@ class Row:
     the meantime are named or given back when a block is needed, which is when a decode step may cost something anyway.
     """
 
-    __slots__ = ("chain", "encoder", "extent", "marks", "quiet_until", "request", "sources")
+    __slots__ = ("chain", "encoder", "extent", "longest_step", "marks", "quiet_until", "request", "sources")
 
     def __init__(self, request: RequestId, chain: Chain, encoder: Encoder | None, extent: int = 0):
         self.request = request
         self.chain = chain
         self.encoder = encoder
         self.extent = extent  # tokens that are written, or will be by the step under way
+        self.longest_step = 0  # tokens that one step appended
         self.marks: tuple[int, ...] = ()  # lengths at which another request may want to go on, in order
         self.sources = DROPPED
         self.quiet_until = 0

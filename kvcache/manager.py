@@ -177,6 +177,7 @@ class CacheManager:
         for table, new in zip(self._tables.each, taken, strict=True):
             table.append(row, new)
         saves = [save for table in self._tables.states for save in table.take_saves(row, length)]
+        row.longest_step = max(row.longest_step, length - row.extent)
         row.extent = max(row.extent, length)
         row.quiet_until = self._next_event(row)
         return Growth(taken, copies, saves)

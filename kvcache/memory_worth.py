@@ -1,8 +1,9 @@
 """What more memory would bring, and what less would cost: pools that are only thought of, beside the real one.
 
 Each serves the same requests with half, as much, twice and four times the memory, under the same policy, in bytes and
-names alone. What they find is counted. A real pool loses some bytes to the borders of large pages. So a forecast is
-what was really found, plus the difference between the thought pools of that size and of the real one.
+names alone. What they find is the forecast. A thought pool knows what a request takes while it runs and
+gives back, and which blocks hold an end alone. It does not know where blocks lie, so it finds a little more than a real
+one that has only a few large pages.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,15 @@ class ThoughtBlocks(PointSizes):
 
     used_bytes = 0
 
+    def peak_bytes(self, new_tokens: int, tokens: int, step_tokens: int) -> int:
+        """The most that a request of so many tokens takes while it runs, beside the blocks in which it found some.
+
+        step_tokens: of its longest step. All of them are in windows at once.
+        """
+        size = -(-new_tokens // self._size) * self.path_block_bytes
+        size += sum(group.block_bytes for _, group in self._states)
+        return size + sum(group.blocks_spanning(tokens, step_tokens) * group.block_bytes for _, group in self._windows)
+
     def keep(self, point: Point, first: int) -> None:
         self.used_bytes += (point.end - first) * self.path_block_bytes
 
@@ -47,6 +57,8 @@ class ThoughtBlocks(PointSizes):
     def _length_bytes(self, point: Point, length: int) -> int:
         """Of this length alone, beside what the point has already and what serves its neighbours, too."""
         size = sum(group.block_bytes for _, group in self._states)
+        if length % self._size:  # a block of its own holds what comes after the last full one
+            size += sum(group.block_bytes for _, group in (*self._whole, *self._windows))
         if not point.lengths:
             for _, group in self._windows:
                 first, stop = self._own_window(point, group, length)
@@ -57,8 +69,10 @@ class ThoughtBlocks(PointSizes):
 class ThoughtPool:
     """Requests one after another, in so many bytes."""
 
-    def __init__(self, plan: MemoryPlan, memory_bytes: int):
+    def __init__(self, plan: MemoryPlan, memory_bytes: int, one_in: int = 1):
+        """one_in: of so many conversations, this pool is told of one, and has that share of the memory."""
         self.memory_bytes = memory_bytes
+        self._one_in = one_in
         self._size = plan.block_tokens
         self._blocks = ThoughtBlocks(plan)
         self._arrivals: list[Arrival] = []
@@ -72,23 +86,36 @@ class ThoughtPool:
         left = Row(RequestId(0), row.chain, None, row.extent)
         branch = min(blocks, (arrival.tokens - 1) // self._size) * self._size
         left.marks = marks_of(found, branch, arrival.tokens, arrival.borders, self._size)
+        # While it runs, others give way. Where two steps take all there is, only its end stays.
+        new_tokens = arrival.tokens - found
+        peak, step_tokens = self._peak_bytes(arrival, new_tokens, row.longest_step), min(row.longest_step, new_tokens)
+        if peak > self.memory_bytes:
+            left_tokens = step_tokens - step_tokens * self.memory_bytes // peak
+            if self._peak_bytes(arrival, new_tokens, left_tokens) > self.memory_bytes:
+                left.marks = ()
+        self._shrink_to(self.memory_bytes - peak)
         self._arrivals.append(arrival._replace(request=RequestId(0)))
         self._retention.released(left, USUAL_RETENTION)
-        while self._blocks.used_bytes > self.memory_bytes and self._retention.give_up():
-            pass
+        self._shrink_to(self.memory_bytes)
         return found
 
+    def _peak_bytes(self, arrival: Arrival, new_tokens: int, step_tokens: int) -> int:
+        return self._blocks.peak_bytes(new_tokens, arrival.tokens, step_tokens) // self._one_in
+
+    def _shrink_to(self, num_bytes: int) -> None:
+        while self._blocks.used_bytes > num_bytes and self._retention.give_up():
+            pass
+
     def _found(self, path: list[Point], within: Point | None, blocks: int, arrival: Arrival) -> int:
-        if self._blocks.has_places:
-            return max(
-                (length for point in path for length in point.lengths if _leads_on(point, length, arrival)), default=0
-            )
-        kept = 0
-        for point in (*path, *((within,) if within is not None else ())):
-            kept = point.kept
-            if kept < point.end:
-                break
-        return min(kept, blocks, (arrival.tokens - 1) // self._size) * self._size
+        whole = kept = 0
+        if not self._blocks.has_places:
+            for point in (*path, *((within,) if within is not None else ())):
+                kept = point.kept
+                if kept < point.end:
+                    break
+            whole = min(kept, blocks, (arrival.tokens - 1) // self._size) * self._size
+        ends = (length for point in path for length in point.lengths if _leads_on(point, length, arrival))
+        return max(whole, max(ends, default=0))
 
 
 def _leads_on(point: Point, length: int, arrival: Arrival) -> bool:
@@ -97,11 +124,22 @@ def _leads_on(point: Point, length: int, arrival: Arrival) -> bool:
     return length < arrival.tokens and (end_name is None or end_name == arrival.chain.end(length))
 
 
+def room_bytes(plan: MemoryPlan, scale: float) -> int:
+    """For blocks of requests in a pool of so many times the memory: whole large pages, without the null blocks."""
+    room = 0
+    for n, arena in enumerate(plan.arenas):
+        beside = plan.beside_null(n)
+        beside_bytes = (beside.end - beside.first) * plan.groups[beside.group].block_bytes if beside is not None else 0
+        room += (int(arena.num_pages * scale) - 1) * arena.page_bytes + beside_bytes
+    return room
+
+
 class MemoryWorth:
     """Counts since the start."""
 
-    def __init__(self, plan: MemoryPlan):
-        self._pools = {scale: ThoughtPool(plan, int(plan.memory_bytes * scale)) for scale in SCALES}
+    def __init__(self, plan: MemoryPlan, one_in: int = 1):
+        """one_in: see `ThoughtPool`"""
+        self._pools = {scale: ThoughtPool(plan, room_bytes(plan, scale) // one_in, one_in) for scale in SCALES}
         self.asked_tokens = 0
         self.found_tokens = dict.fromkeys(SCALES, 0)
 
@@ -125,7 +163,8 @@ class MemoryWorth:
         really_found: with the memory that there is. since: `found_tokens` when counting began; None: at the start.
         """
         found = {scale: tokens - (since or {}).get(scale, 0) for scale, tokens in self.found_tokens.items()}
-        return {scale: max(0, really_found + tokens - found[1.0]) for scale, tokens in found.items() if scale != 1.0}
+        less = {scale: min(tokens, really_found) for scale, tokens in found.items() if scale < 1}
+        return less | {scale: max(tokens, really_found) for scale, tokens in found.items() if scale > 1}
 
 
 def with_forecasts(retention: Retention, plan: MemoryPlan) -> MemoryWorth:

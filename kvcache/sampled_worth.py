@@ -65,7 +65,7 @@ class SampledWorth:
         self._begin()
 
     def _begin(self) -> None:
-        self._pools = MemoryWorth(self._plan)
+        self._pools = MemoryWorth(self._plan, self._one_in)
         self._earlier, self._latest = _Counts(), _Counts()
         self._began_s, self._spent_s = self._clock(), 0.0
         self._fit_pools()

@@ -333,13 +333,18 @@ PLANTED: dict[str, Planted] = {
 }
 
 
+def shown_by(scene: Scene) -> list[str]:
+    """The mistakes that a scene can show."""
+    return [name for name, planted in PLANTED.items() if planted.has_images == any(scene.images)]
+
+
 def try_all(scene: Scene, little_memory: str, names: Sequence[str]) -> dict[str, Any]:
     """Of each mistake: what is said of it; if nothing stopped, where a decode step waited, and which tokens came.
 
     little_memory: so little that one of two requests has to give way
     names: of mistakes; none: all that the scene can show
     """
-    names = names or [name for name, planted in PLANTED.items() if planted.has_images == any(scene.images)]
+    names = names or shown_by(scene)
     # A rank that fails ends its process, so that no other waits for it. All are in this one.
     Worker._leave_others = lambda self: None  # type: ignore[method-assign]
     return {name: asyncio.run(_try(scene, PLANTED[name], little_memory)) for name in names}

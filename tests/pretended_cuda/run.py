@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.planted is None:
             answer = _run(scene, asked)
         else:
-            answer = _planted(scene, asked.kv_cache_memory, asked.planted)
+            answer = _planted(scene, asked)
     if expected is not None:
         answer["is_right"] = answer["tokens"] == expected and answer["again"] in (expected, [])
     print(json.dumps(answer) if asked.json else _told(answer))
@@ -86,6 +86,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--same-bits", action="store_true", help="products in one order of sums")
     parser.add_argument("--packed-products", default="auto", help="what multiplies weights in fewer bits")
     parser.add_argument("--planted", nargs="*", help="try mistakes of planted.py, all or these, one by one")
+    parser.add_argument("--names", action="store_true", help="say only which mistakes would be tried")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
@@ -103,11 +104,11 @@ def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     return asyncio.run(run_scene(scene, **settings))
 
 
-def _planted(scene: Scene, little_memory: str, names: list[str]) -> dict[str, Any]:
+def _planted(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     _install()
-    from .planted import try_all
+    from .planted import shown_by, try_all
 
-    return try_all(scene, little_memory, names)
+    return {"names": shown_by(scene)} if asked.names else try_all(scene, asked.kv_cache_memory, asked.planted)
 
 
 @functools.cache
