@@ -1,9 +1,9 @@
 """What more memory would bring, and what less would cost: pools that are only thought of, beside the real one.
 
 Each serves the same requests with half, as much, twice and four times the memory, under the same policy, in bytes and
-names alone. What they find is the forecast. A thought pool knows what a request takes while it runs and
-gives back, and which blocks hold an end alone. It does not know where blocks lie, so it finds a little more than a real
-one that has only a few large pages.
+names alone. What they find is the forecast. A thought pool knows what a request takes while it runs and gives back, and
+which blocks hold an end alone. It does not know where blocks lie, so it finds a little more than a real one that has
+only a few large pages.
 """
 
 from collections.abc import Mapping
@@ -86,12 +86,14 @@ class ThoughtPool:
         left = Row(RequestId(0), row.chain, None, row.extent)
         branch = min(blocks, (arrival.tokens - 1) // self._size) * self._size
         left.marks = marks_of(found, branch, arrival.tokens, arrival.borders, self._size)
-        # While it runs, others give way. Where two steps take all there is, only its end stays.
+        # While it runs, others give way. If its longest step takes all there is, and so would the rest of it, only its
+        # end stays.
         new_tokens = arrival.tokens - found
-        peak, step_tokens = self._peak_bytes(arrival, new_tokens, row.longest_step), min(row.longest_step, new_tokens)
+        step_tokens = min(row.longest_step, new_tokens)
+        peak = self._peak_bytes(arrival, new_tokens, step_tokens)
         if peak > self.memory_bytes:
-            left_tokens = step_tokens - step_tokens * self.memory_bytes // peak
-            if self._peak_bytes(arrival, new_tokens, left_tokens) > self.memory_bytes:
+            rest_tokens = step_tokens - step_tokens * self.memory_bytes // peak
+            if self._peak_bytes(arrival, new_tokens, rest_tokens) > self.memory_bytes:
                 left.marks = ()
         self._shrink_to(self.memory_bytes - peak)
         self._arrivals.append(arrival._replace(request=RequestId(0)))
@@ -159,6 +161,8 @@ class MemoryWorth:
 
     def forecast(self, really_found: int, since: Mapping[float, int] | None = None) -> dict[float, int]:
         """Tokens that so many times the memory would have found.
+
+        No less with more memory than was really found, and no more with less.
 
         really_found: with the memory that there is. since: `found_tokens` when counting began; None: at the start.
         """
