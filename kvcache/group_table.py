@@ -80,7 +80,7 @@ class Row:
         self.chain = chain
         self.encoder = encoder
         self.extent = extent  # tokens that are written, or will be by the step under way
-        self.longest_step = 0  # tokens that one step appended
+        self.longest_step = 0  # the most tokens that one step appended
         self.marks: tuple[int, ...] = ()  # lengths at which another request may want to go on, in order
         self.sources = DROPPED
         self.quiet_until = 0

@@ -86,7 +86,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--same-bits", action="store_true", help="products in one order of sums")
     parser.add_argument("--packed-products", default="auto", help="what multiplies weights in fewer bits")
     parser.add_argument("--planted", nargs="*", help="try mistakes of planted.py, all or these, one by one")
-    parser.add_argument("--names", action="store_true", help="say only which mistakes would be tried")
+    parser.add_argument("--names", action="store_true", help="with --planted: say only which mistakes would be tried")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
